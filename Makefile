@@ -1,0 +1,29 @@
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+ARGS ?=
+
+.PHONY: test train lint clean
+
+# Everything: style, types, and the tests with their coverage.
+test: $(INSTALLED) lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --cov --cov-fail-under=95 $(ARGS)
+
+# The main job; options go along as in `make train ARGS="--frames 3000"`.
+train: $(INSTALLED)
+	$(BIN)/python recipes/demo.py $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Installs once, and again only when what is to be installed has changed.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[tests]"
+	touch $@
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,14 @@
+"""Neighborhood Mixup Experience Replay (NMER) for TorchRL: a pair sampler and a transform."""
+
+from nmer_torchrl.buffers import make_replay_buffer
+from nmer_torchrl.samplers import NeighborPairSampler, RandomPairSampler
+from nmer_torchrl.standardize import RunningStandardizer
+from nmer_torchrl.transforms import PairMixup
+
+__all__ = [
+    "NeighborPairSampler",
+    "PairMixup",
+    "RandomPairSampler",
+    "RunningStandardizer",
+    "make_replay_buffer",
+]

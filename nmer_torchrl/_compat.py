@@ -1,0 +1,34 @@
+"""Every private name of TorchRL that the package relies on, in one place.
+
+Each function here has a canary test that fails when a TorchRL release changes what it touches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
+from torchrl.data.replay_buffers import HERReplayBuffer, Sampler, Storage, TensorStorage
+
+
+def revision(storage: Storage) -> int:
+    """A number that grows with each write to the storage, from whichever process."""
+    return int(storage._mutation_revision)
+
+
+def entries(storage: TensorStorage) -> TensorDictBase | None:
+    """The tensordict `[capacity]` inside the storage, or None if it holds something else."""
+    inner = storage._storage
+    return inner if is_tensor_collection(inner) else None
+
+
+def relabels_goals(storage: Storage) -> bool:
+    """Whether a hindsight (HER) buffer reads from this storage."""
+    return any(isinstance(buffer, HERReplayBuffer) for buffer in storage._attached_entities)
+
+
+def generator(sampler: Sampler) -> torch.Generator | None:
+    """The generator that the replay buffer gave to its sampler."""
+    rng: Any = sampler._rng
+    return rng

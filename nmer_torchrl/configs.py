@@ -1,0 +1,101 @@
+"""Hydra configurations in TorchRL's manner, registered when this module is imported.
+
+After `import nmer_torchrl.configs`, a TorchRL config may say `sampler: neighbor_pair` and
+`transform: pair_mixup` in its defaults, next to TorchRL's own entries of those groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from torchrl.trainers.algorithms.configs.data import SamplerConfig
+from torchrl.trainers.algorithms.configs.transforms import TransformConfig
+
+from nmer_torchrl.samplers import NeighborPairSampler, RandomPairSampler
+from nmer_torchrl.transforms import PairMixup
+
+
+@dataclass
+class NeighborPairSamplerConfig(SamplerConfig):
+    """Configuration of `NeighborPairSampler`.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> instantiate(NeighborPairSamplerConfig(k=5))
+        NeighborPairSampler(k=5, keys=('observation', 'action'))
+    """
+
+    k: int = 10
+    search: str = "auto"
+    keys: Any = None
+    value_keys: Any = None
+    _target_: str = "nmer_torchrl.configs._make_neighbor_pair_sampler"
+
+
+@dataclass
+class RandomPairSamplerConfig(SamplerConfig):
+    """Configuration of `RandomPairSampler`.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> instantiate(RandomPairSamplerConfig())
+        RandomPairSampler(keys=('observation', 'action'))
+    """
+
+    keys: Any = None
+    value_keys: Any = None
+    _target_: str = "nmer_torchrl.configs._make_random_pair_sampler"
+
+
+@dataclass
+class PairMixupConfig(TransformConfig):
+    """Configuration of `PairMixup`.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> instantiate(PairMixupConfig(alpha=1.0))
+        PairMixup(alpha=1.0)
+    """
+
+    alpha: float = 0.75
+    mix_keys: Any = None
+    terminated_key: Any = None
+    _target_: str = "nmer_torchrl.configs._make_pair_mixup"
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that were given; Hydra's lists within lists as nested keys."""
+    return {
+        name: [tuple(key) if not isinstance(key, str) else key for key in value]
+        if name.endswith("keys")
+        else value
+        for name, value in options.items()
+        if value is not None
+    }
+
+
+def _make_neighbor_pair_sampler(k: int, search: str, **keys: Any) -> NeighborPairSampler:
+    return NeighborPairSampler(k, search=search, **_given(**keys))
+
+
+def _make_random_pair_sampler(**keys: Any) -> RandomPairSampler:
+    return RandomPairSampler(**_given(**keys))
+
+
+def _make_pair_mixup(alpha: float, mix_keys: Any, terminated_key: Any) -> PairMixup:
+    if terminated_key is not None and not isinstance(terminated_key, str):
+        terminated_key = tuple(terminated_key)
+    return PairMixup(alpha, **_given(mix_keys=mix_keys, terminated_key=terminated_key))
+
+
+def register() -> None:
+    """Adds the configurations to Hydra's store, under TorchRL's groups."""
+    store = ConfigStore.instance().store
+    store(group="sampler", name="neighbor_pair", node=NeighborPairSamplerConfig)
+    store(group="sampler", name="random_pair", node=RandomPairSamplerConfig)
+    store(group="transform", name="pair_mixup", node=PairMixupConfig)
+
+
+register()

@@ -1,0 +1,98 @@
+"""The contract of a neighbour search, and the table of points that our searches share."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@runtime_checkable
+class NeighborSearch(Protocol):
+    """Nearest neighbours among points that stand at storage positions and may be replaced.
+
+    Any object with these three methods can be given to a sampler as `search`.
+    """
+
+    def write(self, index: Tensor, points: Tensor) -> None:
+        """The raw points `[n, d]` now stand at the positions `[n]`; what stood there is gone.
+
+        Positions are distinct. A point with a non-finite entry empties its position: it is no
+        neighbour of any other and has none itself.
+        """
+        ...
+
+    def query(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
+        """Positions `[q]` to the positions `[q, k]` of their nearest others, nearest first.
+
+        Nearest by the norm of `(a - b) * scale` with `scale` `[d]`. Never the position itself, also
+        among exact duplicates; padded on the right with -1 where there are fewer than k others.
+        """
+        ...
+
+    def clear(self) -> None:
+        """Forgets all points."""
+        ...
+
+
+class PointTable:
+    """Points `[capacity, d]` by storage position, with a flag for those that are there.
+
+    The table keeps the dtype (float32 or float64) and device of the first points it is given, and
+    grows as positions demand. `points` is zero where `valid` is false. Copies and pickles are
+    empty: the points belong to a storage, from which they are read again.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def __reduce__(self) -> tuple[type[PointTable], tuple[()]]:
+        return PointTable, ()
+
+    def clear(self) -> None:
+        """Forgets all points."""
+        self.points = torch.empty(0, 0)
+        self.valid = torch.empty(0, dtype=torch.bool)
+        self.size = 0  # positions 0 .. size - 1 have been written at some time
+
+    def write(self, index: Tensor, points: Tensor) -> None:
+        """Puts `[n, d]` points at `[n]` distinct positions; non-finite points empty theirs."""
+        if not len(index):
+            return
+        if not self.size:
+            self.points = points.new_empty((0, points.shape[1]))
+            self.valid = torch.empty(0, dtype=torch.bool, device=points.device)
+        elif points.shape[1] != self.points.shape[1]:
+            raise ValueError(
+                f"The points have {points.shape[1]} dimensions, but those stored before have "
+                f"{self.points.shape[1]}; call `clear()` first to change the width."
+            )
+        self._reserve(int(index.max()) + 1)
+        finite = points.isfinite().all(-1)
+        self.points[index] = torch.where(finite.unsqueeze(-1), points, 0.0)
+        self.valid[index] = finite
+
+    def _reserve(self, size: int) -> None:
+        if size > len(self.points):
+            grown = max(size, 2 * len(self.points), 1024)
+            points = self.points.new_empty((grown, self.points.shape[1]))
+            points[: self.size] = self.points[: self.size]
+            valid = self.valid.new_zeros(grown)
+            valid[: self.size] = self.valid[: self.size]
+            self.points, self.valid = points, valid
+        if size > self.size:
+            self.points[self.size : size] = 0.0
+            self.size = size
+
+    def read(self, index: Tensor, d: int) -> tuple[Tensor, Tensor]:
+        """Points `[n, d]` and flags `[n]` at any positions; what was never written is absent."""
+        inside = index < self.size
+        if not self.size:
+            return torch.zeros((len(index), d), device=index.device), inside
+        index = torch.where(inside, index, 0)
+        return self.points[index], self.valid[index] & inside
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Views of the points `[size, d]` and of the flags `[size]`."""
+        return self.points[: self.size], self.valid[: self.size]

@@ -1,0 +1,79 @@
+"""What makes a fast float32 search exact: a float64 ranking, and a bound that tells when it holds.
+
+A fast pass proposes a few more candidates than are wanted, and a `frontier`: no point that it left
+out is nearer than that. Candidates are ranked by distances in float64 taken from differences, which
+do not cancel. Where the last one wanted is not beyond the frontier the answer is proven; any other
+row is searched again over all points.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nmer_torchrl.neighbors.base import PointTable
+
+BLOCK = 2**24  # numbers in one block of distances: bounds the memory of a search
+# Unit roundoff of float32 products under the setting of torch.set_float32_matmul_precision.
+_ROUNDOFF = {"highest": 2.0**-24, "high": 2.0**-10, "medium": 2.0**-7}
+
+
+def relative_error(d: int) -> float:
+    """A bound `c`: `|a|**2 + |b|**2 - 2ab` in float32 is off by at most `c * (|a|**2 + |b|**2)`.
+
+    Dot products of `d` terms err by `d` roundoffs of `|a||b|`, norms likewise, and the scaled
+    coordinates themselves by a few.
+    """
+    return (2 * d + 16) * _ROUNDOFF[torch.get_float32_matmul_precision()]
+
+
+def squared_distances(table: PointTable, index: Tensor, others: Tensor, scale: Tensor) -> Tensor:
+    """Float64 `[q, m]` between positions `[q]` and `[q, m]`; infinite where one is absent."""
+    points, valid = table.rows()
+    absent = (others < 0) | ~valid[others]
+    difference = points[others].double() - points[index].double().unsqueeze(1)
+    return (difference * scale).square_().sum(-1).masked_fill_(absent, torch.inf)
+
+
+def nearest(distances: Tensor, others: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best of `[q, m]` as `[q, k]` distances and positions, padded with infinity and -1."""
+    missing = k - distances.shape[1]
+    if missing > 0:
+        distances = torch.nn.functional.pad(distances, (0, missing), value=torch.inf)
+        others = torch.nn.functional.pad(others, (0, missing), value=-1)
+    best, column = distances.topk(k, largest=False)
+    return best, others.gather(1, column).masked_fill_(best.isinf(), -1)
+
+
+def refine(
+    table: PointTable, index: Tensor, candidates: Tensor, frontier: Tensor, k: int, scale: Tensor
+) -> Tensor:
+    """Candidates `[q, m]` with their frontier `[q]`, squared, to exact neighbours `[q, k]`."""
+    best, neighbors = nearest(squared_distances(table, index, candidates, scale), candidates, k)
+    last = best[:, -1]
+    proven = (last <= frontier) | (last == 0)
+    if last.isinf().any():  # too few candidates: right only if there are no more
+        proven &= last.isfinite() | (table.valid.sum() <= k)
+    valid = table.valid[index]
+    again = valid & ~proven
+    if again.any():
+        neighbors[again] = scan(table, index[again], k, scale)
+    return neighbors.masked_fill_(~valid.unsqueeze(1), -1)
+
+
+def scan(table: PointTable, index: Tensor, k: int, scale: Tensor) -> Tensor:
+    """Exact neighbours `[q, k]` by float64 differences to every point: slow, always right."""
+    points, valid = table.rows()
+    scaled = points.double() * scale
+    chunks = index.split(max(1, BLOCK // max(len(points), 1)))
+    return torch.cat([_scan(scaled, valid, chunk, k) for chunk in chunks])
+
+
+def _scan(scaled: Tensor, valid: Tensor, index: Tensor, k: int) -> Tensor:
+    distances = torch.cdist(
+        scaled[index], scaled, compute_mode="donot_use_mm_for_euclid_dist"
+    ).masked_fill_(~valid, torch.inf)
+    distances.scatter_(1, index.unsqueeze(1), torch.inf)
+    positions = torch.arange(len(scaled), device=index.device).expand(len(index), -1)
+    neighbors = nearest(distances, positions, k)[1]
+    return neighbors.masked_fill_(~valid[index].unsqueeze(1), -1)

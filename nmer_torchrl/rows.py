@@ -1,0 +1,139 @@
+"""Following a storage: which rows have changed since they were last looked at."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+from torchrl.data.replay_buffers import Storage, TensorStorage
+
+from nmer_torchrl import _compat
+from nmer_torchrl.keys import as_keys, read_points
+
+_CHUNK = 65_536
+_MANY = 4_096  # announcements before they are gathered into one
+
+
+class StoredRows:
+    """The rows of a storage as points, read when they have changed.
+
+    The buffer announces most writes (`announce`, then `confirm`), and those rows alone are read
+    again. Any other write (`rb[i] = ...`, another process, a storage that was filled before, a
+    checkpoint) shows in the storage's revision or length without telling which rows it touched:
+    then all rows are read.
+
+    Args:
+        keys: The entries that make up a point.
+        value_keys: Entries that must be finite, too, for a row to be usable.
+    """
+
+    def __init__(self, keys: Sequence[NestedKey], value_keys: Sequence[NestedKey]) -> None:
+        self.keys = as_keys(keys, "keys")
+        self.value_keys = as_keys(value_keys, "value_keys")
+        if not self.keys:
+            raise ValueError("`keys` is empty; name at least one entry to measure distances in.")
+        self.forget()
+
+    def forget(self) -> None:
+        """Takes every row as unread."""
+        self._storage: weakref.ref[Storage] | None = None
+        self._revision: int | None = None  # up to here, every change has been read or announced
+        self._length = 0
+        self._announced: list[Tensor] = []
+        self._unconfirmed: int | None = None
+
+    def follows(self, storage: Storage) -> bool:
+        """Whether rows of this very storage have been read before."""
+        return self._storage is not None and self._storage() is storage
+
+    def announce(self, index: int | Tensor, storage: Storage | None) -> None:
+        """The buffer is about to confirm a write at these positions."""
+        if self._revision is None or storage is None or not self.follows(storage):
+            return  # everything will be read anyway
+        self._announced.append(torch.as_tensor(index).reshape(-1))
+        if len(self._announced) > _MANY:
+            self._announced = [torch.cat(self._announced).unique()]
+        now = _compat.revision(storage)
+        self._unconfirmed = now if now == self._revision + 1 else None
+
+    def confirm(self) -> None:
+        """The write announced last is the only one since then."""
+        if self._unconfirmed is not None:
+            self._revision, self._unconfirmed = self._unconfirmed, None
+
+    def changes(self, storage: Storage) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pairs of positions `[n]` and points `[n, d]` that may have changed since the last call.
+
+        NaN where a row is not usable or no longer there. If the caller stops early the same changes
+        come again.
+        """
+        data = stored_entries(storage)
+        revision, length = _compat.revision(storage), len(storage)
+        if self.follows(storage) and revision == self._revision:
+            if not self._announced:
+                return
+            changed = torch.cat(self._announced).unique()
+        else:
+            changed = torch.arange(max(length, self._length))
+        changed = changed.to(entries_device(data))
+        self._storage, self._length = weakref.ref(storage), max(length, self._length)
+        self._revision = None  # until the caller has taken everything
+        for index in changed.split(_CHUNK):
+            kept = index[index < length]
+            if len(kept):
+                yield kept, read_points(data, kept, self.keys, self.value_keys)
+            gone = index[index >= length]
+            if len(gone):
+                width = read_points(data, gone[:1], self.keys, self.value_keys).shape[1]
+                yield gone, torch.full((len(gone), width), torch.nan, device=gone.device)
+        self._revision, self._length = revision, length
+        self._announced, self._unconfirmed = [], None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"keys": self.keys, "value_keys": self.value_keys}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+
+def check_layout(storage: Storage) -> None:
+    """Raises if the storage is of a kind from which pairs cannot be drawn."""
+    name = type(storage).__name__
+    if not isinstance(storage, TensorStorage):
+        raise TypeError(
+            f"Pair samplers read rows of tensors, but the storage is a {name}; "
+            "use LazyTensorStorage or LazyMemmapStorage."
+        )
+    if storage.ndim != 1:
+        raise ValueError(
+            f"Pair samplers need a storage of one dimension, but this {name} has "
+            f"ndim={storage.ndim}; leave `ndim` out and extend the buffer with `data.reshape(-1)`."
+        )
+    if _compat.relabels_goals(storage):
+        raise TypeError(
+            "Pair samplers do not work in a HERReplayBuffer, which relabels rows by a flat index; "
+            "use a TensorDictReplayBuffer."
+        )
+
+
+def stored_entries(storage: Storage) -> TensorDictBase:
+    """The tensordict `[capacity]` inside a storage that holds at least one row."""
+    check_layout(storage)
+    if not len(storage):
+        raise RuntimeError("Cannot sample from an empty storage; extend the buffer first.")
+    data = _compat.entries(storage)
+    if data is None:
+        raise TypeError(
+            "Pair samplers read named entries, but the storage holds bare tensors; "
+            "extend the buffer with a TensorDict."
+        )
+    return data
+
+
+def entries_device(data: TensorDictBase) -> torch.device:
+    """The device of the stored rows."""
+    return data.device or next(iter(data.values(True, True))).device
