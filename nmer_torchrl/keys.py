@@ -59,7 +59,8 @@ def read_points(
     A row with a non-finite entry under `keys` or `value_keys` becomes a row of NaN. Points are
     float32, or float64 where a key is.
     """
-    parts = [get_continuous(data, key, "keys")[index].flatten(1) for key in keys]
+    n = len(index)
+    parts = [get_continuous(data, key, "keys")[index].reshape(n, -1) for key in keys]
     finite = torch.stack([all_finite(part, 1) for part in parts]).all(0)
     for key in value_keys:
         finite &= all_finite(get_continuous(data, key, "value_keys")[index], 1)

@@ -84,6 +84,7 @@ class Neighborhood:
         self._warn(index[~usable & (index < length)])
         before, was_usable = self._table.read(index, points.shape[1])
         changed = (usable != was_usable) | (usable & (before != points).any(-1))
+        changed |= index >= self._table.size  # the search hears of every position
         self.statistics.update(points[changed & usable], removed=before[changed & was_usable])
         index, points = index[changed], points[changed]
         if getattr(self.search, "table", None) is not self._table:

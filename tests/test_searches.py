@@ -1,0 +1,271 @@
+"""One suite that holds every search to the text of `NeighborSearch`."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from helpers import assert_neighbors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nmer_torchrl.neighbors import (
+    FaissSearch,
+    KeOpsSearch,
+    NeighborSearch,
+    PointTable,
+    TorchSearch,
+    check_search,
+    make_search,
+)
+
+SEARCHES = [
+    pytest.param(TorchSearch, id="torch"),
+    pytest.param(FaissSearch, id="faiss"),
+    # KeOps compiles into a cache that processes share: one process at a time.
+    pytest.param(KeOpsSearch, id="keops", marks=pytest.mark.xdist_group("keops")),
+]
+every_search = pytest.mark.parametrize("make", SEARCHES)
+
+
+def filled(make, points: torch.Tensor):
+    search = make()
+    search.write(torch.arange(len(points)), points)
+    return search
+
+
+@every_search
+def test_satisfies_the_protocol(make):
+    assert isinstance(make(), NeighborSearch)
+
+
+@every_search
+@pytest.mark.parametrize(("n", "d"), [(500, 5), (3_000, 23)])
+def test_equals_the_definition(make, n, d):
+    points = torch.randn(n, d) * torch.logspace(-3, 3, d) + torch.linspace(-1e3, 1e3, d)
+    scale = 1 / points.double().std(0)
+    index = torch.randint(n, (300,))
+    neighbors = filled(make, points).query(index, 10, scale)
+    assert neighbors.shape == (300, 10)
+    assert neighbors.dtype == torch.int64
+    assert_neighbors(points, index, neighbors, scale)
+
+
+@every_search
+def test_scale_comes_with_the_query(make):
+    points = torch.randn(400, 5)
+    search = filled(make, points)
+    index = torch.arange(400)
+    for seed in range(3):
+        scale = torch.rand(5, generator=torch.Generator().manual_seed(seed)).double() + 0.01
+        assert_neighbors(points, index, search.query(index, 4, scale), scale)
+
+
+@every_search
+def test_duplicates_never_yield_the_position_itself(make):
+    points = torch.randn(30, 5).repeat(8, 1)
+    index = torch.arange(len(points))
+    scale = torch.ones(5, dtype=torch.float64)
+    neighbors = filled(make, points).query(index, 7, scale)
+    assert_neighbors(points, index, neighbors, scale)
+    assert (neighbors % 30 == (index % 30).unsqueeze(1)).all()
+
+
+@every_search
+def test_near_duplicates_far_from_the_origin_are_told_apart(make):
+    # In float32 the squared norms alone would be off by more than these distances.
+    points = torch.randn(200, 5, dtype=torch.float64) * 100
+    points[:20] = 300 + torch.arange(20).double().unsqueeze(1) * 1e-3
+    points = points.float()
+    scale = torch.ones(5, dtype=torch.float64)
+    index = torch.arange(20)
+    assert_neighbors(points, index, filled(make, points).query(index, 5, scale), scale)
+
+
+@every_search
+def test_fewer_others_than_k_are_padded(make):
+    scale = torch.ones(5, dtype=torch.float64)
+    for n in range(1, 14):
+        points = torch.randn(n, 5)
+        neighbors = filled(make, points).query(torch.arange(n), 10, scale)
+        assert_neighbors(points, torch.arange(n), neighbors, scale)
+        assert ((neighbors >= 0).sum(1) == min(n - 1, 10)).all()
+
+
+@every_search
+def test_rewritten_and_emptied_positions(make):
+    points = torch.randn(60, 5)
+    search = filled(make, points)
+    points[10:30] = torch.randn(20, 5)
+    search.write(torch.arange(10, 30), points[10:30])
+    points[5] = torch.nan
+    points[40, 2] = torch.inf
+    search.write(torch.tensor([40, 5]), points[[40, 5]])
+    scale = torch.rand(5).double() + 0.5
+    neighbors = search.query(torch.arange(60), 12, scale)
+    assert not torch.isin(neighbors, torch.tensor([5, 40])).any()
+    assert (neighbors[[5, 40]] == -1).all()
+    there = torch.tensor([i for i in range(60) if i not in (5, 40)])
+    assert_neighbors(points, there, neighbors[there], scale)
+    search.write(torch.tensor([5]), torch.zeros(1, 5))
+    assert (search.query(torch.tensor([5]), 3, scale) >= 0).all()
+
+
+@every_search
+def test_positions_may_come_in_any_order_and_leave_gaps(make):
+    points = torch.full((50, 5), torch.nan)
+    index = torch.randperm(50)[:20]
+    points[index] = torch.randn(20, 5)
+    search = make()
+    for chunk in index.split(3):
+        search.write(chunk, points[chunk])
+    scale = torch.ones(5, dtype=torch.float64)
+    assert_neighbors(points, index, search.query(index, 6, scale), scale)
+
+
+@every_search
+def test_clear_forgets_everything_also_the_width(make):
+    search = filled(make, torch.randn(20, 5))
+    search.clear()
+    points = torch.randn(9, 7)
+    search.write(torch.arange(9), points)
+    scale = torch.ones(7, dtype=torch.float64)
+    assert_neighbors(points, torch.arange(9), search.query(torch.arange(9), 3, scale), scale)
+
+
+@every_search
+def test_float64_points_keep_their_digits(make):
+    points = torch.randn(100, 5, dtype=torch.float64) * 1e-7 + 1.0
+    scale = 1 / points.std(0)
+    neighbors = filled(make, points).query(torch.arange(100), 5, scale)
+    assert_neighbors(points, torch.arange(100), neighbors, scale)
+
+
+@every_search
+def test_no_queries_no_rows(make):
+    search = filled(make, torch.randn(20, 5))
+    assert search.query(torch.arange(0), 3, torch.ones(5)).shape == (0, 3)
+
+
+@every_search
+def test_other_width_is_refused(make):
+    search = filled(make, torch.randn(20, 5))
+    with pytest.raises(ValueError, match="4 dimensions, but those stored before have 5"):
+        search.write(torch.arange(2), torch.randn(2, 4))
+
+
+@every_search
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_a_copy_is_empty_and_works(make, duplicate):
+    search = duplicate(filled(make, torch.randn(5_000, 5)))
+    assert len(pickle.dumps(search)) < 1_000
+    points = torch.randn(30, 5)
+    search.write(torch.arange(30), points)
+    scale = torch.ones(5, dtype=torch.float64)
+    assert_neighbors(points, torch.arange(30), search.query(torch.arange(30), 4, scale), scale)
+
+
+@every_search
+@settings(max_examples=25)
+@given(data=st.data())
+def test_any_sequence_of_writes_equals_the_definition(make, data):
+    search = make()
+    points = torch.full((40, 5), torch.nan)
+    for _ in range(data.draw(st.integers(1, 6))):
+        index = data.draw(st.lists(st.integers(0, 39), min_size=1, max_size=40, unique=True))
+        grid = data.draw(st.booleans())  # a coarse grid makes ties and duplicates
+        new = torch.randn(len(index), 5, generator=torch.Generator().manual_seed(sum(index)))
+        new = new.round() if grid else new
+        if data.draw(st.booleans()):
+            new[0, 0] = torch.nan
+        points[index] = new
+        search.write(torch.tensor(index), new)
+        there = points.isfinite().all(-1).nonzero().squeeze(1)
+        k = data.draw(st.sampled_from([1, 10]))  # KeOps compiles for each
+        scale = torch.tensor([1.0, 0.1, 10.0, 1.0, 2.0], dtype=torch.float64)
+        assert_neighbors(points, there, search.query(there, k, scale), scale)
+
+
+def test_blocks_of_points_give_the_same_as_one(monkeypatch):
+    points = torch.randn(1_000, 5)
+    scale = torch.ones(5, dtype=torch.float64)
+    monkeypatch.setattr("nmer_torchrl.neighbors.torch.BLOCK", 4_096)
+    neighbors = filled(TorchSearch, points).query(torch.arange(1_000), 10, scale)
+    assert_neighbors(points, torch.arange(1_000), neighbors, scale)
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_coarse_matrix_products_cost_time_not_exactness(precision):
+    points = torch.randn(500, 5) + 3
+    scale = torch.ones(5, dtype=torch.float64)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        neighbors = filled(TorchSearch, points).query(torch.arange(500), 10, scale)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert_neighbors(points, torch.arange(500), neighbors, scale)
+
+
+def test_overflow_in_float32_is_searched_again():
+    points = torch.tensor([[0.0], [1e30], [-1e30], [3e30]])
+    scale = torch.ones(1, dtype=torch.float64)
+    for make in (TorchSearch, FaissSearch):
+        neighbors = filled(make, points).query(torch.arange(4), 3, scale)
+        assert_neighbors(points, torch.arange(4), neighbors, scale)
+
+
+def test_memory_beyond_the_points_is_bounded(monkeypatch):
+    sizes = []
+    addmm = torch.addmm
+    monkeypatch.setattr(
+        torch, "addmm", lambda *a, **kw: sizes.append(a[0].numel()) or addmm(*a, **kw)
+    )
+    filled(TorchSearch, torch.randn(200_000, 3)).query(torch.arange(600), 5, torch.ones(3))
+    assert max(sizes) <= 2**24
+
+
+@pytest.mark.xdist_group("keops")
+def test_keops_refuses_more_points_than_it_can_number(monkeypatch):
+    monkeypatch.setattr("nmer_torchrl.neighbors.keops._LARGEST", 10)
+    with pytest.raises(ValueError, match=r"at most 10 points, but 11 .*search=\"torch\""):
+        filled(KeOpsSearch, torch.randn(11, 5)).query(torch.arange(2), 2, torch.ones(5))
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "line"),
+    [
+        ("keops", "pykeops.torch", "pip install pykeops"),
+        ("faiss", "faiss", "pip install faiss-cpu"),
+    ],
+)
+def test_missing_package_gives_the_line_that_installs_it(monkeypatch, name, package, line):
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    with pytest.raises(ImportError, match=line):
+        make_search(name, torch.device("cpu"))
+
+
+def test_auto_follows_the_device():
+    assert isinstance(make_search("auto", torch.device("cpu")), TorchSearch)
+
+
+@pytest.mark.xdist_group("keops")
+def test_auto_is_keops_on_cuda():
+    assert isinstance(make_search("auto", torch.device("cuda")), KeOpsSearch)
+
+
+def test_unknown_searches_are_named_with_the_known():
+    with pytest.raises(ValueError, match=r"'annoy'.*auto.*keops.*torch.*faiss"):
+        check_search("annoy")
+    for bad in (3, object(), TorchSearch):
+        with pytest.raises(TypeError, match="write, query and clear"):
+            check_search(bad)
+
+
+def test_table_reads_what_was_never_written_as_absent():
+    table = PointTable()
+    points, there = table.read(torch.tensor([0, 7]), 2)
+    assert points.shape == (2, 2)
+    assert not there.any()
+    table.write(torch.tensor([3]), torch.ones(1, 2))
+    assert table.read(torch.tensor([2, 3, 4_000]), 2)[1].tolist() == [False, True, False]

@@ -1,0 +1,130 @@
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from nmer_torchrl import RunningStandardizer
+
+
+def assert_same_statistics(stats: RunningStandardizer, points: torch.Tensor, rtol=1e-9) -> None:
+    points = points.double()
+    assert stats.count == len(points)
+    std = points.std(0, correction=0)
+    assert (std > 1e-8 * points.abs().amax(0)).all(), "the rule for constants is tested by itself"
+    torch.testing.assert_close(stats.std, std, rtol=rtol, atol=0)
+    torch.testing.assert_close(
+        stats.mean, points.mean(0), rtol=rtol, atol=float(1e-12 * points.abs().max())
+    )
+    torch.testing.assert_close(stats.scale, 1 / std, rtol=rtol, atol=0)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    offset=st.sampled_from([0.0, 1.0, -1e3]),
+    spread=st.sampled_from([1e-3, 1.0, 1e3]),
+    seed=st.integers(0, 2**31),
+)
+def test_statistics_in_chunks_equal_statistics_at_once(sizes, offset, spread, seed):
+    generator = torch.Generator().manual_seed(seed)
+    n = sum(sizes) + 1
+    points = torch.randn((n, 3), generator=generator, dtype=torch.float64) * spread + offset
+    stats = RunningStandardizer(3)
+    for chunk in points.split([*sizes, 1]):
+        stats.update(chunk)
+    assume((points.std(0, correction=0) > 1e-7 * points.abs().amax(0)).all())
+    assert_same_statistics(stats, points)
+
+
+@given(seed=st.integers(0, 2**31), keep=st.integers(2, 30))
+def test_removal_leaves_the_statistics_of_the_rest(seed, keep):
+    points = torch.randn((50, 2), generator=torch.Generator().manual_seed(seed))
+    stats = RunningStandardizer(2)
+    stats.update(points)
+    stats.update(points[:0], removed=points[keep:])
+    assert_same_statistics(stats, points[:keep])
+
+
+def test_a_million_updates_equal_a_recomputation():
+    generator = torch.Generator().manual_seed(0)
+    ring = torch.zeros(1_000, 4)
+    stats = RunningStandardizer(4)
+    offset = torch.tensor([0.0, 1e3, -5.0, 1e5])
+    spread = torch.tensor([1.0, 1e-1, 1e4, 3.0])
+    for start in range(0, 1_000_000, 250):
+        new = torch.randn((250, 4), generator=generator) * spread + offset
+        where = torch.arange(start, start + 250) % len(ring)
+        stats.update(new, removed=ring[where] if start >= len(ring) else None)
+        ring[where] = new
+    assert_same_statistics(stats, ring)
+
+
+def test_single_rows_over_many_turns_of_a_ring_equal_a_recomputation():
+    points = torch.randn((20_000, 3), generator=torch.Generator().manual_seed(1)) + 100.0
+    stats = RunningStandardizer(3)
+    stats.update(points[:500])
+    for i in range(500, len(points)):
+        stats.update(points[i : i + 1], removed=points[i - 500 : i - 499])
+    assert_same_statistics(stats, points[-500:])
+
+
+def test_wide_data_replaced_by_narrow_data_leaves_no_rounding():
+    wide = torch.randn((1_000, 2), generator=torch.Generator().manual_seed(0)) * 1e5
+    narrow = torch.randn((1_000, 2), generator=torch.Generator().manual_seed(1)) * 1e-1
+    stats = RunningStandardizer(2)
+    for old, new in zip(wide.split(10), narrow.split(10), strict=True):
+        stats.update(old)
+        stats.update(new)
+    stats.update(narrow[:0], removed=wide)
+    assert_same_statistics(stats, narrow)
+
+
+def test_mean_far_from_the_first_points_loses_nothing():
+    stats = RunningStandardizer(1)
+    stats.update(torch.zeros(1, 1, dtype=torch.float64))
+    far = torch.randn((1_000, 1), dtype=torch.float64) + 1e7
+    stats.update(far, removed=torch.zeros(1, 1, dtype=torch.float64))
+    assert_same_statistics(stats, far)
+
+
+def test_constant_dimension_has_scale_one():
+    points = torch.randn(100, 2)
+    points[:, 1] = 0.1
+    stats = RunningStandardizer(2)
+    stats.update(points)
+    assert stats.std[1] == 0
+    assert stats.scale[1] == 1
+    stats.update(points[:0], removed=points[:60])
+    assert stats.scale[1] == 1
+
+
+def test_spread_below_a_hundred_millionth_of_the_magnitude_counts_as_constant():
+    points = torch.full((10, 1), 1.0, dtype=torch.float64)
+    points[0] += 1e-9
+    stats = RunningStandardizer(1)
+    stats.update(points)
+    assert stats.scale.item() == 1.0
+
+
+def test_nothing_stored_has_scale_one():
+    stats = RunningStandardizer(2)
+    assert stats.count == 0
+    assert stats.scale.tolist() == [1.0, 1.0]
+    stats.update(torch.randn(3, 2))
+    stats.clear()
+    assert stats.mean.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: RunningStandardizer(0), "d=0"),
+        (lambda: RunningStandardizer(2).update(torch.zeros(3, 4)), r"\[n, 2\].*\(3, 4\)"),
+        (
+            lambda: RunningStandardizer(1).update(torch.zeros(1, 1), removed=torch.zeros(2, 1)),
+            "2 points are to be removed, but only 1",
+        ),
+    ],
+)
+def test_bad_input_is_named(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
