@@ -1,0 +1,321 @@
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from helpers import assert_neighbors, make_transitions, stored_points
+from torch.multiprocessing import get_context
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    RandomSampler,
+    ReplayBufferEnsemble,
+    TensorDictReplayBuffer,
+)
+
+from nmer_torchrl import NeighborPairSampler, PairMixup, RandomPairSampler, make_replay_buffer
+
+PAIR_KINDS = ["mixup", "1nn", "nmer"]
+
+
+def make(kind="nmer", *, capacity=100, batch_size=16, seed=0, **options):
+    generator = torch.Generator().manual_seed(seed)
+    return make_replay_buffer(
+        kind, capacity=capacity, batch_size=batch_size, generator=generator, **options
+    )
+
+
+def assert_same_batch(first, second) -> None:
+    assert (first == second).all(), (first["index"], second["index"])
+
+
+def test_each_kind_is_its_sampler_and_transform():
+    uniform = make("uniform")
+    assert isinstance(uniform, TensorDictReplayBuffer)
+    assert isinstance(uniform.sampler, RandomSampler)
+    assert isinstance(make("mixup").sampler, RandomPairSampler)
+    assert make("1nn").sampler.k == 1
+    assert make("nmer").sampler.k == 10
+    assert make("nmer", k=25).sampler.k == 25
+    for kind in PAIR_KINDS:
+        (fold,) = make(kind, alpha=0.3).transform
+        assert isinstance(fold, PairMixup)
+        assert fold.alpha == 0.3
+        assert make(kind).transform[0].alpha == 0.75
+
+
+@pytest.mark.parametrize("kind", ["uniform", *PAIR_KINDS])
+def test_each_kind_samples_rows(kind):
+    buffer = make(kind)
+    buffer.extend(make_transitions(50))
+    batch = buffer.sample()
+    assert batch.batch_size == (16,)
+    assert batch["observation"].shape == (16, 3)
+    assert ("mixup_weight" in set(batch.keys())) == (kind != "uniform")
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [
+        ("uniform", {"k": 10}),
+        ("uniform", {"alpha": 0.75}),
+        ("uniform", {"search": "torch"}),
+        ("mixup", {"k": 10}),
+        ("mixup", {"search": "auto"}),
+        ("1nn", {"k": 1}),
+    ],
+)
+def test_an_argument_without_use_is_refused(kind, option):
+    (name,) = option
+    with pytest.raises(ValueError, match=f"'{kind}' buffer has no use for {name}="):
+        make(kind, **option)
+
+
+def test_unknown_kinds_and_searches_list_the_known():
+    with pytest.raises(ValueError, match=r"'nmr'; the known ones are uniform, mixup, 1nn, nmer"):
+        make("nmr")
+    with pytest.raises(ValueError, match=r"'kdtree'; the known ones are auto"):
+        make("nmer", search="kdtree")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"capacity": 0}, "capacity=0"),
+        ({"storage": LazyTensorStorage(50)}, "capacity=100, but the storage holds 50"),
+        ({"storage": LazyTensorStorage(100), "device": "cpu"}, "device='cpu'"),
+        ({"storage": LazyTensorStorage(100, ndim=2)}, "ndim=2"),
+        ({"k": 0}, "k=0"),
+        ({"alpha": -1}, "alpha=-1"),
+    ],
+)
+def test_bad_values_are_named(options, words):
+    with pytest.raises(ValueError, match=words):
+        make("nmer", **options)
+
+
+def test_list_storage_is_refused_when_the_buffer_is_made():
+    with pytest.raises(TypeError, match="ListStorage"):
+        make("nmer", storage=ListStorage(100))
+    make("uniform", storage=ListStorage(100))
+
+
+def test_keys_reach_sampler_and_fold():
+    rows = make_transitions(40).rename_key_("observation", "state")
+    rows.rename_key_(("next", "terminated"), ("next", "fell"))
+    buffer = make(keys=["state"], value_keys=[("next", "reward")], terminated_key=("next", "fell"))
+    buffer.extend(rows)
+    batch = buffer.sample()
+    anchor = rows[batch["index"][:, 0]]
+    assert torch.equal(batch["action"], anchor["action"])
+    assert not torch.equal(batch["state"], anchor["state"])
+    points = stored_points(buffer.storage, ["state"])
+    index = torch.arange(40)
+    assert_neighbors(points, index, buffer.sampler.neighbors(buffer.storage, index))
+
+
+@pytest.mark.parametrize("kind", PAIR_KINDS)
+def test_the_same_seed_gives_the_same_batches(kind):
+    batches = []
+    for _ in range(2):
+        buffer = make(kind, seed=3)
+        torch.manual_seed(len(batches))  # the global generator has no part in it
+        buffer.extend(make_transitions(50))
+        batches.append([buffer.sample() for _ in range(3)])
+    for first, second in zip(*batches, strict=True):
+        assert_same_batch(first, second)
+    assert not torch.equal(batches[0][0]["index"], batches[0][1]["index"])
+
+
+def test_without_a_generator_the_global_seed_decides():
+    batches = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        buffer = make_replay_buffer("nmer", capacity=50, batch_size=8)
+        buffer.extend(make_transitions(50))
+        batches.append(buffer.sample())
+    assert_same_batch(*batches)
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_prefetch_serves_right_batches(prefetch):
+    buffer = make(prefetch=prefetch)
+    buffer.extend(make_transitions(100))
+    stored = buffer.storage[:].clone()
+    for _ in range(10):
+        batch = buffer.sample()
+        pair = stored[batch["index"]]["observation"]
+        torch.testing.assert_close(
+            batch["observation"], pair[:, 1].lerp(pair[:, 0], batch["mixup_weight"])
+        )
+
+
+def test_prefetching_one_batch_changes_no_batch():
+    plain, ahead = make(seed=5), make(seed=5, prefetch=1)
+    for buffer in (plain, ahead):
+        buffer.extend(make_transitions(60))
+    for _ in range(5):
+        assert_same_batch(plain.sample(), ahead.sample())
+
+
+def test_writing_and_emptying_while_a_thread_prefetches():
+    buffer = make(prefetch=2, capacity=64)
+    buffer.extend(make_transitions(64))
+    stop = threading.Event()
+
+    def write():
+        seed = 0
+        while not stop.is_set():
+            seed += 1
+            buffer.extend(make_transitions(7, seed=seed))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(200):
+            assert buffer.sample()["observation"].isfinite().all()
+    finally:
+        stop.set()
+        writer.join()
+    index = torch.arange(64)
+    neighbors = buffer.sampler.neighbors(buffer.storage, index)
+    assert_neighbors(stored_points(buffer.storage), index, neighbors)
+
+
+@pytest.mark.parametrize("kind", PAIR_KINDS)
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
+def test_state_dict_goes_on_with_the_same_batches(kind, storage):
+    def new(seed):
+        return make(kind, seed=seed, storage=storage(40), capacity=40)
+
+    buffer = new(1)
+    buffer.extend(make_transitions(55))
+    buffer.sample()
+    state = copy.deepcopy(buffer.state_dict())
+    other = new(2)
+    other.extend(make_transitions(3, seed=9))
+    other.sample()
+    other.load_state_dict(state)
+    for seed in range(3):
+        assert_same_batch(buffer.sample(), other.sample())
+        buffer.extend(make_transitions(4, seed=seed))
+        other.extend(make_transitions(4, seed=seed))
+
+
+@pytest.mark.parametrize("kind", PAIR_KINDS)
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
+def test_dumps_and_loads_go_on_with_the_same_batches(kind, storage, tmp_path):
+    buffer = make(kind, storage=storage(40), capacity=40)
+    buffer.extend(make_transitions(55))
+    buffer.sample()
+    buffer.dumps(tmp_path / "buffer")
+    other = make(kind, seed=2, storage=storage(40), capacity=40)
+    other.loads(tmp_path / "buffer")
+    for _ in range(3):
+        assert_same_batch(buffer.sample(), other.sample())
+
+
+def test_state_is_safe_to_load(tmp_path):
+    buffer = make()
+    buffer.extend(make_transitions(30))
+    buffer.sample()
+    torch.save(buffer.state_dict(), tmp_path / "state.pt")
+    other = make(seed=4)
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert_same_batch(buffer.sample(), other.sample())
+
+
+@pytest.mark.parametrize("kind", PAIR_KINDS)
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))])
+def test_a_copy_works_by_itself(kind, duplicate):
+    buffer = make(kind)
+    buffer.extend(make_transitions(50))
+    buffer.sample()
+    twin = duplicate(buffer)
+    twin.extend(make_transitions(20, seed=1))
+    assert (len(buffer), len(twin)) == (50, 70)
+    assert twin.sample()["index"].shape == (16, 2)
+    assert buffer.sample()["index"].max() < 50
+
+
+def test_pickling_leaves_out_what_the_storage_has():
+    buffer = make(capacity=5_000)
+    buffer.extend(make_transitions(5_000))
+    buffer.sample()
+    assert len(pickle.dumps(buffer.sampler)) < 2_000
+
+
+def _extend_from_outside(buffer, seed):
+    torch.set_num_threads(1)
+    buffer.extend(make_transitions(15, seed=seed))
+
+
+def test_writes_of_another_process_are_seen():
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(40),
+        sampler=NeighborPairSampler(k=5),
+        batch_size=8,
+        shared=True,
+    )
+    buffer.extend(make_transitions(30))
+    buffer.sample()
+    for seed in (1, 2):
+        process = get_context("spawn").Process(target=_extend_from_outside, args=(buffer, seed))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        index = torch.arange(len(buffer.storage))
+        neighbors = buffer.sampler.neighbors(buffer.storage, index)
+        assert_neighbors(stored_points(buffer.storage), index, neighbors)
+    assert len(buffer.storage) == 40
+
+
+def test_reading_the_buffer_by_position_mixes_nothing():
+    buffer = make()
+    rows = make_transitions(20)
+    buffer.extend(rows)
+    assert torch.equal(buffer[:]["observation"], rows["observation"])
+    assert torch.equal(buffer[3]["action"], rows["action"][3])
+
+
+def test_two_rows_read_by_position_are_not_a_pair():
+    buffer = make()
+    rows = make_transitions(2)
+    buffer.extend(rows)
+    assert torch.equal(buffer[:]["observation"], rows["observation"])
+
+
+def test_ensemble_of_buffers():
+    members = [make(seed=seed) for seed in range(2)]
+    for seed, member in enumerate(members):
+        member.extend(make_transitions(30, seed=seed))
+    ensemble = ReplayBufferEnsemble(*members, sample_from_all=True, batch_size=8)
+    batch = ensemble.sample()
+    assert batch["observation"].shape == (2, 4, 3)
+    assert batch["mixup_weight"].shape == (2, 4, 1)
+
+
+def test_float64_rows():
+    rows = make_transitions(40)
+    rows = rows.apply(lambda t: t.double() if t.is_floating_point() else t)
+    rows["observation"] = rows["observation"] * 1e-7 + 1.0
+    buffer = make()
+    buffer.extend(rows)
+    index = torch.arange(40)
+    points = stored_points(buffer.storage)
+    assert_neighbors(points, index, buffer.sampler.neighbors(buffer.storage, index))
+    assert buffer.sample()["observation"].dtype == torch.float64
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("search", ["auto", "torch"])
+def test_storage_on_cuda(search):  # pragma: no cover
+    buffer = make_replay_buffer("nmer", capacity=100, batch_size=16, device="cuda", search=search)
+    buffer.extend(make_transitions(80).cuda())
+    batch = buffer.sample()
+    assert batch["observation"].device.type == "cuda"
+    index = torch.arange(80, device="cuda")
+    neighbors = buffer.sampler.neighbors(buffer.storage, index)
+    assert_neighbors(stored_points(buffer.storage).cpu(), index.cpu(), neighbors.cpu())

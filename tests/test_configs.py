@@ -1,0 +1,43 @@
+from hydra import compose, initialize
+from hydra.core.config_store import ConfigStore
+from hydra.utils import instantiate
+from torchrl.trainers.algorithms.configs.data import SamplerConfig
+from torchrl.trainers.algorithms.configs.transforms import TransformConfig
+
+from nmer_torchrl import NeighborPairSampler, PairMixup, RandomPairSampler
+from nmer_torchrl.configs import (
+    NeighborPairSamplerConfig,
+    PairMixupConfig,
+    RandomPairSamplerConfig,
+)
+
+
+def test_configs_are_torchrls_kind():
+    assert issubclass(NeighborPairSamplerConfig, SamplerConfig)
+    assert issubclass(RandomPairSamplerConfig, SamplerConfig)
+    assert issubclass(PairMixupConfig, TransformConfig)
+
+
+def test_configs_make_their_objects():
+    sampler = instantiate(
+        NeighborPairSamplerConfig(
+            k=4, search="torch", keys=["state", ["robot", "q"]], value_keys=[["next", "reward"]]
+        )
+    )
+    assert isinstance(sampler, NeighborPairSampler)
+    assert "k=4, keys=('state', ('robot', 'q'))" in repr(sampler)
+    assert isinstance(instantiate(RandomPairSamplerConfig()), RandomPairSampler)
+    fold = instantiate(PairMixupConfig(alpha=0.2, mix_keys=["x"], terminated_key=["next", "end"]))
+    assert isinstance(fold, PairMixup)
+    assert (fold.alpha, fold.mix_keys, fold.terminated_key) == (0.2, ("x",), ("next", "end"))
+
+
+def test_a_hydra_config_picks_them_by_name():
+    ConfigStore.instance().store(
+        name="test_nmer",
+        node={"defaults": [{"sampler": "neighbor_pair"}, {"transform": "pair_mixup"}, "_self_"]},
+    )
+    with initialize(version_base=None):
+        config = compose("test_nmer", overrides=["sampler.k=3", "transform.alpha=1.5"])
+    assert instantiate(config.sampler).k == 3
+    assert instantiate(config.transform).alpha == 1.5
