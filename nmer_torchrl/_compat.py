@@ -1,6 +1,6 @@
-"""Every private name of TorchRL that the package relies on, in one place.
+"""Every private name of TorchRL and tensordict that the package relies on, in one place.
 
-Each function here has a canary test that fails when a TorchRL release changes what it touches.
+Each function here has a canary test that fails when a release changes what it touches.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers import HERReplayBuffer, Sampler, Storage, TensorStorage
 
 
@@ -32,3 +32,10 @@ def generator(sampler: Sampler) -> torch.Generator | None:
     """The generator that the replay buffer gave to its sampler."""
     rng: Any = sampler._rng
     return rng
+
+
+def make_tensordict(
+    entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None
+) -> TensorDict:
+    """A tensordict of entries known to fit: the public constructor checks each."""
+    return TensorDict._new_unsafe(entries, batch_size=batch_size, device=device)

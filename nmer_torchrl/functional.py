@@ -13,13 +13,24 @@ def sample_beta(
     generator: torch.Generator | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Weights `w ~ Beta(alpha, alpha)` of the given shape, float32.
-
-    `Gamma(alpha) = Gamma(alpha + 1) * U ** (1 / alpha)` keeps the logarithm finite where a gamma
-    draw itself would underflow, so that small `alpha` gives weights near 0 and 1, never 0/0.
-    """
-    concentration = torch.full((2, *shape), alpha + 1.0, dtype=torch.float64, device=device)
+    """Weights `w ~ Beta(alpha, alpha)` of the given shape, float32."""
+    if alpha < 0.5:
+        return _sample_beta_by_logarithms(alpha, shape, generator, device)
     # torch.distributions.Beta takes no generator; the draw beneath it does.
+    first, second = torch._standard_gamma(
+        torch.full((2, *shape), alpha, device=device), generator=generator
+    )
+    return first / (first + second)
+
+
+def _sample_beta_by_logarithms(
+    alpha: float,
+    shape: tuple[int, ...],
+    generator: torch.Generator | None,
+    device: torch.device | None,
+) -> Tensor:
+    """The same where gamma draws underflow, by `Gamma(a) = Gamma(a + 1) * U ** (1 / a)`."""
+    concentration = torch.full((2, *shape), alpha + 1.0, dtype=torch.float64, device=device)
     gamma = torch._standard_gamma(concentration, generator=generator)
     uniform = torch.rand((2, *shape), generator=generator, dtype=torch.float64, device=device)
     first, second = gamma.log() + torch.log1p(-uniform) / alpha
@@ -29,10 +40,11 @@ def sample_beta(
 def mix(anchor: Tensor, partner: Tensor, weight: Tensor) -> Tensor:
     """Convex combination `weight * anchor + (1 - weight) * partner`.
 
-    `anchor` and `partner` are `[*B, ...]`, `weight` is `[*B]`. Weight 1 gives exactly the anchor.
+    `anchor` and `partner` are `[*B, ...]`, `weight` is `[*B, 1]`; 1 gives exactly the anchor.
     """
-    weight = weight.to(anchor.dtype).reshape(weight.shape + (1,) * (anchor.ndim - weight.ndim))
-    return torch.lerp(partner, anchor, weight)
+    if anchor.ndim != weight.ndim:
+        weight = weight.reshape(weight.shape[:-1] + (1,) * (anchor.ndim - weight.ndim + 1))
+    return torch.lerp(partner, anchor, weight.to(anchor.dtype))
 
 
 def any_feature(flags: Tensor, batch_dims: int) -> Tensor:
@@ -53,13 +65,19 @@ def choose_neighbor(
     `anchor` is `[B]` positions, `neighbors` is `[B, k]` positions padded with -1 on the right.
     An anchor without neighbours is its own partner.
     """
-    count = (neighbors >= 0).sum(-1)
-    uniform = torch.rand(
-        anchor.shape, generator=generator, device=anchor.device, dtype=torch.float64
+    column = torch.randint(
+        neighbors.shape[-1], (len(anchor), 1), generator=generator, device=anchor.device
     )
-    column = (uniform * count).long()
-    partner = neighbors.gather(-1, column.unsqueeze(-1)).squeeze(-1)
-    return torch.where(count > 0, partner, anchor)
+    partner = neighbors.gather(-1, column).squeeze(-1)
+    short = partner < 0
+    if short.any():  # padding was drawn: draw again among what is there, which keeps it uniform
+        count = (neighbors >= 0).sum(-1)
+        uniform = torch.rand(
+            anchor.shape, generator=generator, device=anchor.device, dtype=torch.float64
+        )
+        again = neighbors.gather(-1, (uniform * count).long().unsqueeze(-1)).squeeze(-1)
+        partner = torch.where(short, torch.where(count > 0, again, anchor), partner)
+    return partner
 
 
 def choose_other(anchor: Tensor, count: int, *, generator: torch.Generator | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
 from nmer_torchrl.functional import all_finite
@@ -25,7 +25,7 @@ def as_keys(keys: Sequence[NestedKey] | str, name: str) -> tuple[NestedKey, ...]
                 f"`{name}` holds {key!r}, which is not a key; "
                 'keys are strings or tuples of strings such as ("next", "reward").'
             )
-    return keys
+    return tuple(unravel_key(key) for key in keys)
 
 
 def get_entry(data: TensorDictBase, key: NestedKey) -> Tensor:

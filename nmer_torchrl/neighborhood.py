@@ -60,9 +60,8 @@ class Neighborhood:
         self.rows.forget()
         self._reset()
 
-    def neighbors(self, storage: Storage, index: Tensor, k: int | None = None) -> Tensor:
-        """Positions `[q]` to `[q, k]`, nearest first, padded with -1."""
-        self.synchronize(storage)
+    def neighbors(self, index: Tensor, k: int | None = None) -> Tensor:
+        """Positions `[q]` to `[q, k]`, nearest first, padded with -1; after `synchronize`."""
         assert self.search is not None  # there is at least one row
         assert self.statistics is not None
         return self.search.query(index, self.k if k is None else k, self.statistics.scale)

@@ -42,7 +42,8 @@ class StoredRows:
         """Takes every row as unread."""
         self._storage: weakref.ref[Storage] | None = None
         self._revision: int | None = None  # up to here, every change has been read or announced
-        self._length = 0
+        self.length = 0  # rows that are stored
+        self.device = torch.device("cpu")
         self._announced: list[Tensor] = []
         self._unconfirmed: int | None = None
 
@@ -71,16 +72,17 @@ class StoredRows:
         NaN where a row is not usable or no longer there. If the caller stops early the same changes
         come again.
         """
-        data = stored_entries(storage)
         revision, length = _compat.revision(storage), len(storage)
-        if self.follows(storage) and revision == self._revision:
-            if not self._announced:
-                return
-            changed = torch.cat(self._announced).unique()
+        followed = self.follows(storage)
+        if followed and revision == self._revision and not self._announced:
+            return
+        data = stored_entries(storage)
+        self.device = data.device or next(iter(data.values(True, True))).device
+        if followed and revision == self._revision:
+            changed = torch.cat(self._announced).unique().to(self.device)
         else:
-            changed = torch.arange(max(length, self._length))
-        changed = changed.to(entries_device(data))
-        self._storage, self._length = weakref.ref(storage), max(length, self._length)
+            changed = torch.arange(max(length, self.length), device=self.device)
+        self._storage, self.length = weakref.ref(storage), max(length, self.length)
         self._revision = None  # until the caller has taken everything
         for index in changed.split(_CHUNK):
             kept = index[index < length]
@@ -90,7 +92,7 @@ class StoredRows:
             if len(gone):
                 width = read_points(data, gone[:1], self.keys, self.value_keys).shape[1]
                 yield gone, torch.full((len(gone), width), torch.nan, device=gone.device)
-        self._revision, self._length = revision, length
+        self._revision, self.length = revision, length
         self._announced, self._unconfirmed = [], None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,8 +134,3 @@ def stored_entries(storage: Storage) -> TensorDictBase:
             "extend the buffer with a TensorDict."
         )
     return data
-
-
-def entries_device(data: TensorDictBase) -> torch.device:
-    """The device of the stored rows."""
-    return data.device or next(iter(data.values(True, True))).device

@@ -23,7 +23,7 @@ from nmer_torchrl.functional import choose_neighbor, choose_other
 from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS
 from nmer_torchrl.neighborhood import Neighborhood
 from nmer_torchrl.neighbors import NeighborSearch
-from nmer_torchrl.rows import StoredRows, check_layout, entries_device, stored_entries
+from nmer_torchrl.rows import StoredRows, check_layout
 
 
 class _PairSampler(Sampler):
@@ -38,16 +38,24 @@ class _PairSampler(Sampler):
         self._lock = threading.RLock()  # `ReplayBuffer.empty` does not wait for prefetching threads
 
     @abstractmethod
-    def _partners(self, storage: Storage, anchor: Tensor) -> Tensor:
+    def _synchronize(self, storage: Storage) -> None:
+        """Takes up whatever has changed in the storage."""
+
+    @abstractmethod
+    def _partners(self, anchor: Tensor) -> Tensor:
         """Anchors `[B]` to partners `[B]`."""
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """Positions `[B, 2]`: uniform anchors and their partners."""
-        device = entries_device(stored_entries(storage))
-        generator = _compat.generator(self)
-        anchor = torch.randint(len(storage), (batch_size,), generator=generator, device=device)
         with self._lock:
-            partner = self._partners(storage, anchor)
+            self._synchronize(storage)
+            anchor = torch.randint(
+                self._rows.length,
+                (batch_size,),
+                generator=_compat.generator(self),
+                device=self._rows.device,
+            )
+            partner = self._partners(anchor)
         return torch.stack([anchor, partner], -1), {}
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
@@ -172,10 +180,14 @@ class NeighborPairSampler(_PairSampler):
                 f"but the storage holds positions 0 to {len(storage) - 1}."
             )
         with self._lock:
-            return self._neighborhood.neighbors(storage, index, k)
+            self._neighborhood.synchronize(storage)
+            return self._neighborhood.neighbors(index, k)
 
-    def _partners(self, storage: Storage, anchor: Tensor) -> Tensor:
-        neighbors = self._neighborhood.neighbors(storage, anchor)
+    def _synchronize(self, storage: Storage) -> None:
+        self._neighborhood.synchronize(storage)
+
+    def _partners(self, anchor: Tensor) -> Tensor:
+        neighbors = self._neighborhood.neighbors(anchor)
         return choose_neighbor(anchor, neighbors, generator=_compat.generator(self))
 
     def _empty(self) -> None:
@@ -210,14 +222,13 @@ class RandomPairSampler(_PairSampler):
         super().__init__(StoredRows(keys, value_keys))
         self._unusable: set[int] = set()
 
-    def _partners(self, storage: Storage, anchor: Tensor) -> Tensor:
-        self._synchronize(storage)
+    def _partners(self, anchor: Tensor) -> Tensor:
         generator = _compat.generator(self)
         if not self._unusable:
-            partner = choose_other(anchor, len(storage), generator=generator)
+            partner = choose_other(anchor, self._rows.length, generator=generator)
         else:
             unusable = torch.tensor(sorted(self._unusable), device=anchor.device)
-            positions = torch.ones(len(storage), dtype=torch.bool, device=anchor.device)
+            positions = torch.ones(self._rows.length, dtype=torch.bool, device=anchor.device)
             positions[unusable] = False
             # Among the usable rows by rank, so that the choice stays uniform.
             rank = torch.where(positions[anchor], positions.cumsum(0)[anchor] - 1, -1)

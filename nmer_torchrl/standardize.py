@@ -50,7 +50,7 @@ class RunningStandardizer:
         self._sum = np.zeros((2, self.d))  # rows: sum of y and sum of y**2, with y = x - shift
         self._rest = np.zeros((2, self.d))  # what float64 could not hold of them
         self._largest = np.zeros(self.d)
-        self._moments: tuple[Tensor, Tensor] | None = None
+        self._moments: tuple[Tensor, Tensor, Tensor] | None = None
 
     def update(self, added: Tensor, removed: Tensor | None = None) -> None:
         """Adds the points `[n, d]` and takes out `[m, d]` points that were added before."""
@@ -94,25 +94,25 @@ class RunningStandardizer:
     @property
     def mean(self) -> Tensor:
         """`[d]`, float64; zero while nothing is there."""
-        return self._mean_and_std()[0]
+        return self._all_moments()[0]
 
     @property
     def std(self) -> Tensor:
         """`[d]`, float64, of the population; exactly zero where a dimension counts as constant."""
-        return self._mean_and_std()[1]
+        return self._all_moments()[1]
 
     @property
     def scale(self) -> Tensor:
         """`[d]`, float64: `1 / std`, and 1 for a constant dimension."""
-        return torch.where(self.std > 0, 1.0 / self.std, 1.0)
+        return self._all_moments()[2]
 
-    def _mean_and_std(self) -> tuple[Tensor, Tensor]:
+    def _all_moments(self) -> tuple[Tensor, Tensor, Tensor]:
         if self._moments is None:
-            mean, std = self._compute_moments()
-            self._moments = torch.from_numpy(mean), torch.from_numpy(std)
+            mean, std = map(torch.from_numpy, self._mean_and_std())
+            self._moments = mean, std, torch.where(std > 0, 1.0 / std, 1.0)
         return self._moments
 
-    def _compute_moments(self) -> tuple[Array, Array]:
+    def _mean_and_std(self) -> tuple[Array, Array]:
         if self.count == 0 or self._shift is None:
             return np.zeros(self.d), np.zeros(self.d)
         n = float(self.count)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
+from nmer_torchrl import _compat
 from nmer_torchrl.functional import all_finite, any_feature, mix, sample_beta
 from nmer_torchrl.keys import (
     POINT_KEYS,
@@ -85,42 +87,33 @@ class PairMixup(Transform):
         """`[*B, 2]` to `[*B]`; anything else is returned as it is."""
         if tensordict.ndim < 2 or tensordict.shape[-1] != 2:
             return tensordict
-        *batch, _ = tensordict.shape
-        dims = len(batch)
+        batch = tensordict.shape[:-1]
+        kept = self._kept(tensordict, len(batch))
+        weight = sample_beta(self.alpha, batch, generator=self.generator, device=kept.device)
+        weight = weight.masked_fill_(kept, 1.0).unsqueeze(-1)
         pairs = {
-            key: get_continuous(tensordict, key, "mix_keys").unbind(dims) for key in self.mix_keys
+            key: get_continuous(tensordict, key, "mix_keys").unbind(len(batch))
+            for key in self.mix_keys
         }
-        weight = sample_beta(
-            self.alpha, tuple(batch), generator=self.generator, device=self._device(pairs)
-        )
-        weight = torch.where(self._may_mix(tensordict, dims), weight, 1.0)
         mixed = {key: mix(anchor, partner, weight) for key, (anchor, partner) in pairs.items()}
-        finite = torch.stack([all_finite(entry, dims) for entry in mixed.values()]).all(0)
-        if not finite.all():
-            weight = torch.where(finite, weight, 1.0)
+        if not _sums_finite(list(mixed.values())):
+            finite = torch.stack([all_finite(entry, len(batch)) for entry in mixed.values()]).all(0)
+            weight = torch.where(finite.unsqueeze(-1), weight, 1.0)
             for key, (anchor, _) in pairs.items():
-                keep = finite.reshape(finite.shape + (1,) * (anchor.ndim - dims))
+                keep = finite[(...,) + (None,) * (anchor.ndim - finite.ndim)]
                 mixed[key] = torch.where(keep, mixed[key], anchor)
-        folded = tensordict[..., 0]
-        for key, entry in mixed.items():
-            folded.set(key, entry)
-        return folded.set("mixup_weight", weight.unsqueeze(-1))
+        return _first_of_pairs(tensordict, len(batch), mixed).set("mixup_weight", weight)
 
-    def _may_mix(self, pairs: TensorDictBase, dims: int) -> Tensor:
-        """`[*B, 2]` pairs to boolean `[*B]`."""
-        terminal = any_feature(get_entry(pairs, self.terminated_key).bool(), dims)
-        nonterminal = pairs.get(_NONTERMINAL_KEY, None)
-        if nonterminal is not None:
-            terminal = terminal | any_feature(~nonterminal.bool(), dims)
-        steps = pairs.get(_STEPS_KEY, None)
-        if steps is not None:
-            first, second = steps.unbind(dims)
-            terminal = terminal | any_feature(first != second, dims)
-        return ~terminal
-
-    @staticmethod
-    def _device(pairs: dict[NestedKey, tuple[Tensor, ...]]) -> torch.device | None:
-        return next((anchor.device for anchor, _ in pairs.values()), None)
+    def _kept(self, pairs: TensorDictBase, dims: int) -> Tensor:
+        """`[*B, 2]` pairs to boolean `[*B]`: whether the anchor is kept as it is."""
+        kept = any_feature(get_entry(pairs, self.terminated_key).bool(), dims)
+        names = pairs.keys()
+        if _NONTERMINAL_KEY in names:
+            kept = kept | any_feature(~pairs.get(_NONTERMINAL_KEY).bool(), dims)
+        if _STEPS_KEY in names:
+            first, second = pairs.get(_STEPS_KEY).unbind(dims)
+            kept = kept | any_feature(first != second, dims)
+        return kept
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Checks what is about to be stored."""
@@ -149,3 +142,27 @@ class PairMixup(Transform):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(alpha={self.alpha})"
+
+
+def _sums_finite(entries: list[Tensor]) -> bool:
+    """A quick look by sums; they may overflow by themselves, so "no" asks for a closer look."""
+    return math.isfinite(torch.stack([entry.sum() for entry in entries]).sum().item())
+
+
+def _first_of_pairs(
+    pairs: TensorDictBase, dim: int, replaced: dict[NestedKey, Tensor], prefix: tuple[str, ...] = ()
+) -> TensorDictBase:
+    """The first of two along `dim`, with some entries replaced, in one go."""
+    entries: dict[str, Any] = {}
+    for name, value in pairs.items():
+        entry = replaced.get((*prefix, name) if prefix else name)
+        if entry is not None:
+            entries[name] = entry
+        elif isinstance(value, Tensor):
+            entries[name] = value.select(dim, 0)
+        elif type(value) is TensorDict:
+            entries[name] = _first_of_pairs(value, dim, replaced, (*prefix, name))
+        else:
+            entries[name] = value[(slice(None),) * dim + (0,)]
+    shape = pairs.batch_size
+    return _compat.make_tensordict(entries, shape[:dim] + shape[dim + 1 :], pairs.device)

@@ -102,6 +102,7 @@ def main() -> None:
                 loss.actor_loss(batch)[0].backward()
                 actor_optimizer.step()
                 target.step()
+        collector.update_policy_weights_()
         bar.update(data.numel())
         if bar.n % (args.frames // 10) < data.numel():
             score = evaluate(eval_env, actor)

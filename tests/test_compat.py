@@ -112,3 +112,11 @@ def test_private_names_of_torchrl_are_touched_nowhere_else():
             if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
                 private = not node.attr.startswith("__") and node.attr not in allowed
                 assert not private, f"{path.name}:{node.lineno} touches {node.attr}"
+
+
+def test_tensordicts_made_without_checks_are_whole():
+    inner = _compat.make_tensordict({"b": torch.ones(3, 1)}, torch.Size([3]), None)
+    made = _compat.make_tensordict({"a": torch.zeros(3), "n": inner}, torch.Size([3]), None)
+    assert made.batch_size == (3,)
+    assert torch.equal(made["n", "b"], torch.ones(3, 1))
+    assert made.set("c", torch.ones(3)).exclude("a")[1]["c"] == 1

