@@ -75,7 +75,7 @@ class Neighborhood:
 
     def _take(self, index: Tensor, points: Tensor, length: int) -> None:
         if self.search is None or self.statistics is None:
-            self.search = make_search(self._chosen, points.device)
+            self.search = make_search(self._chosen, self.k, points.device)
             self.statistics = RunningStandardizer(points.shape[1])
             # Our own searches hold the points already; for another we keep them ourselves.
             self._table = getattr(self.search, "table", self._table)

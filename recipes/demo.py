@@ -1,4 +1,4 @@
-"""A short demonstration: TD3 with NMER on a small MuJoCo task, in about a minute on one core.
+"""A short demonstration: SAC with NMER on a small MuJoCo task, in about two minutes on one core.
 
 python recipes/demo.py [--env InvertedPendulum-v5] [--replay nmer] [--frames 6000] [--seed 0]
 """
@@ -10,12 +10,12 @@ import logging
 import warnings
 
 import torch
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torchrl.collectors import Collector
 from torchrl.envs import DoubleToFloat, ExplorationType, TransformedEnv, set_exploration_type
 from torchrl.envs.libs.gym import GymEnv
-from torchrl.modules import MLP, AdditiveGaussianModule, TanhModule, ValueOperator
-from torchrl.objectives import SoftUpdate, TD3Loss
+from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.objectives import SACLoss, SoftUpdate
 from tqdm import tqdm
 
 from nmer_torchrl import make_replay_buffer
@@ -40,7 +40,7 @@ def make_env(name: str, seed: int) -> TransformedEnv:
     return env
 
 
-def evaluate(env: TransformedEnv, actor: TensorDictSequential, episodes: int = 3) -> float:
+def evaluate(env: TransformedEnv, actor: ProbabilisticActor, episodes: int = 3) -> float:
     """Mean return of the deterministic policy."""
     with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
         returns = [env.rollout(1_000, actor)["next", "reward"].sum() for _ in range(episodes)]
@@ -59,49 +59,49 @@ def main() -> None:
     spec = env.action_spec
     observations, actions = env.observation_spec["observation"].shape[-1], spec.shape[-1]
 
-    network = MLP(in_features=observations, out_features=actions, num_cells=[256, 256])
-    actor = TensorDictSequential(
-        TensorDictModule(network, in_keys=["observation"], out_keys=["action"]),
-        TanhModule(in_keys=["action"], spec=spec),
+    network = torch.nn.Sequential(
+        MLP(in_features=observations, out_features=2 * actions, num_cells=[256, 256]),
+        NormalParamExtractor(),
+    )
+    actor = ProbabilisticActor(
+        TensorDictModule(network, in_keys=["observation"], out_keys=["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        spec=spec,
+        distribution_class=TanhNormal,
+        distribution_kwargs={"low": spec.space.low, "high": spec.space.high},
     )
     critic = ValueOperator(
         MLP(in_features=observations + actions, out_features=1, num_cells=[256, 256]),
         in_keys=["observation", "action"],
     )
-    loss = TD3Loss(actor, critic, action_spec=spec, num_qvalue_nets=2)
+    loss = SACLoss(actor, critic, action_spec=spec, num_qvalue_nets=2)
     loss.make_value_estimator(gamma=0.99)
     target = SoftUpdate(loss, tau=0.005)
-    actor_optimizer = torch.optim.Adam(loss.actor_network_params.flatten_keys().values(), lr=1e-3)
-    critic_optimizer = torch.optim.Adam(loss.qvalue_network_params.flatten_keys().values(), lr=1e-3)
+    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
 
     buffer = make_replay_buffer(args.replay, capacity=100_000, batch_size=128)
 
-    explore = AdditiveGaussianModule(spec=spec, sigma_init=0.5, sigma_end=0.5)
     collector = Collector(
         env,
-        TensorDictSequential(actor, explore),
+        actor,
         frames_per_batch=20,
         total_frames=args.frames,
-        init_random_frames=1_000,
+        init_random_frames=500,
         auto_register_policy_transforms=True,
     )
     updates, score = 0, float("nan")
     bar = tqdm(
-        total=args.frames, unit="frame", desc=f"TD3 + {args.replay}, {args.env}", mininterval=1
+        total=args.frames, unit="frame", desc=f"SAC + {args.replay}, {args.env}", mininterval=1
     )
     for data in collector:
         buffer.extend(data.reshape(-1))
-        for _ in range(data.numel() if len(buffer) >= 1_000 else 0):
+        for _ in range(data.numel() if len(buffer) >= 500 else 0):
             updates += 1
-            batch = buffer.sample()
-            critic_optimizer.zero_grad()
-            loss.value_loss(batch)[0].backward()
-            critic_optimizer.step()
-            if updates % 2 == 0:
-                actor_optimizer.zero_grad()
-                loss.actor_loss(batch)[0].backward()
-                actor_optimizer.step()
-                target.step()
+            losses = loss(buffer.sample())
+            optimizer.zero_grad()
+            (losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_alpha"]).backward()
+            optimizer.step()
+            target.step()
         collector.update_policy_weights_()
         bar.update(data.numel())
         if bar.n % (args.frames // 10) < data.numel():

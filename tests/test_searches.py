@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from nmer_torchrl.neighbors import (
     FaissSearch,
     KeOpsSearch,
+    NeighborGraph,
     NeighborSearch,
     PointTable,
     TorchSearch,
@@ -20,6 +22,8 @@ from nmer_torchrl.neighbors import (
 )
 
 SEARCHES = [
+    pytest.param(partial(NeighborGraph, exact=True), id="exact graph"),
+    pytest.param(NeighborGraph, id="graph"),
     pytest.param(TorchSearch, id="torch"),
     pytest.param(FaissSearch, id="faiss"),
     # KeOps compiles into a cache that processes share: one process at a time.
@@ -242,20 +246,20 @@ def test_keops_refuses_more_points_than_it_can_number(monkeypatch):
 def test_missing_package_gives_the_line_that_installs_it(monkeypatch, name, package, line):
     monkeypatch.setitem(__import__("sys").modules, package, None)
     with pytest.raises(ImportError, match=line):
-        make_search(name, torch.device("cpu"))
+        make_search(name, 10, torch.device("cpu"))
 
 
 def test_auto_follows_the_device():
-    assert isinstance(make_search("auto", torch.device("cpu")), TorchSearch)
+    assert isinstance(make_search("auto", 10, torch.device("cpu")), NeighborGraph)
 
 
 @pytest.mark.xdist_group("keops")
 def test_auto_is_keops_on_cuda():
-    assert isinstance(make_search("auto", torch.device("cuda")), KeOpsSearch)
+    assert isinstance(make_search("auto", 10, torch.device("cuda")), KeOpsSearch)
 
 
 def test_unknown_searches_are_named_with_the_known():
-    with pytest.raises(ValueError, match=r"'annoy'.*auto.*keops.*torch.*faiss"):
+    with pytest.raises(ValueError, match=r"'annoy'.*auto.*graph.*keops.*torch.*faiss"):
         check_search("annoy")
     for bad in (3, object(), TorchSearch):
         with pytest.raises(TypeError, match="write, query and clear"):

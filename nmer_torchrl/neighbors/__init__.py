@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from nmer_torchrl.neighbors.base import NeighborSearch, PointTable
 from nmer_torchrl.neighbors.faiss import FaissSearch
+from nmer_torchrl.neighbors.graph import NeighborGraph
 from nmer_torchrl.neighbors.keops import KeOpsSearch
 from nmer_torchrl.neighbors.torch import TorchSearch
 
 __all__ = [
     "FaissSearch",
     "KeOpsSearch",
+    "NeighborGraph",
     "NeighborSearch",
     "PointTable",
     "TorchSearch",
@@ -19,10 +23,12 @@ __all__ = [
     "make_search",
 ]
 
-SEARCHES: dict[str, type[NeighborSearch]] = {
-    "keops": KeOpsSearch,
-    "torch": TorchSearch,
-    "faiss": FaissSearch,
+# From k, the number of neighbours that will be asked for.
+SEARCHES: dict[str, Callable[[int], NeighborSearch]] = {
+    "graph": NeighborGraph,
+    "keops": lambda k: KeOpsSearch(),
+    "torch": lambda k: TorchSearch(),
+    "faiss": lambda k: FaissSearch(),
 }
 
 
@@ -39,14 +45,14 @@ def check_search(search: str | NeighborSearch) -> None:
         )
 
 
-def make_search(search: str | NeighborSearch, device: torch.device) -> NeighborSearch:
-    """The search of that name for points on that device; an object is returned as it is.
+def make_search(search: str | NeighborSearch, k: int, device: torch.device) -> NeighborSearch:
+    """The search of that name for k neighbours among points on that device.
 
-    `"auto"` is KeOps on CUDA and torch elsewhere.
+    `"auto"` is KeOps on CUDA and the graph elsewhere. An object is returned as it is.
     """
     check_search(search)
     if not isinstance(search, str):
         return search
     if search == "auto":
-        search = "keops" if device.type == "cuda" else "torch"
-    return SEARCHES[search]()
+        search = "keops" if device.type == "cuda" else "graph"
+    return SEARCHES[search](k)
