@@ -39,6 +39,7 @@ class Neighborhood:
         self._chosen = search
         self.rows = StoredRows(keys, value_keys)
         self._warned = False
+        self._saved: dict[str, Any] | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -51,13 +52,25 @@ class Neighborhood:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._saved = None
         self._reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the search wants to keep, if anything; the rest follows from the storage."""
+        state = getattr(self.search, "state_dict", None)
+        return {} if state is None else {"search": state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Reads the storage anew at the next query; then gives the search what it kept."""
+        self.clear()
+        self._saved = state.get("search")
 
     def clear(self) -> None:
         """Forgets all points; the next query reads the storage."""
         if self.search is not None:
             self.search.clear()
         self.rows.forget()
+        self._saved = None
         self._reset()
 
     def neighbors(self, index: Tensor, k: int | None = None) -> Tensor:
@@ -69,9 +82,16 @@ class Neighborhood:
     def synchronize(self, storage: Storage) -> None:
         """Takes up whatever has changed in the storage."""
         if not self.rows.follows(storage):
+            saved = self._saved
             self.clear()
+            self._saved = saved
         for index, points in self.rows.changes(storage):
             self._take(index, points, len(storage))
+        if self._saved is not None:
+            load = getattr(self.search, "load_state_dict", None)
+            if load is not None:
+                load(self._saved)
+            self._saved = None
 
     def _take(self, index: Tensor, points: Tensor, length: int) -> None:
         if self.search is None or self.statistics is None:

@@ -47,6 +47,11 @@ class StoredRows:
         self._announced: list[Tensor] = []
         self._unconfirmed: int | None = None
 
+    @property
+    def storage(self) -> Storage | None:
+        """The storage whose rows have been read."""
+        return None if self._storage is None else self._storage()
+
     def follows(self, storage: Storage) -> bool:
         """Whether rows of this very storage have been read before."""
         return self._storage is not None and self._storage() is storage

@@ -25,12 +25,14 @@ from nmer_torchrl.neighborhood import Neighborhood
 from nmer_torchrl.neighbors import NeighborSearch
 from nmer_torchrl.rows import StoredRows, check_layout
 
+_STATE_FILE = "pair_sampler.pt"
+
 
 class _PairSampler(Sampler):
     """Uniform anchors, and what all pair samplers share with the buffer.
 
-    A subclass says how partners are chosen. It derives what it knows from the storage, so there is
-    nothing to save, and a copy in another process starts afresh.
+    A subclass says how partners are chosen. It derives what it knows from the storage, so a copy in
+    another process starts afresh.
     """
 
     def __init__(self, rows: StoredRows) -> None:
@@ -80,7 +82,7 @@ class _PairSampler(Sampler):
             self._rows.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: all state follows from the storage."""
+        """Empty unless a subclass keeps more than what follows from the storage."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -88,11 +90,13 @@ class _PairSampler(Sampler):
         self._empty()
 
     def dumps(self, path: str | Path) -> None:
-        """Writes nothing: all state follows from the storage."""
+        """Saves `state_dict()` into the directory `path`."""
+        Path(path).mkdir(exist_ok=True)
+        torch.save(self.state_dict(), Path(path) / _STATE_FILE)
 
     def loads(self, path: str | Path) -> None:
-        """Has the next sample read the storage anew."""
-        self._empty()
+        """Loads what `dumps` saved."""
+        self.load_state_dict(torch.load(Path(path) / _STATE_FILE, weights_only=True))
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -193,6 +197,19 @@ class NeighborPairSampler(_PairSampler):
     def _empty(self) -> None:
         with self._lock:
             self._neighborhood.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the neighbour search keeps, such as the lists of a graph."""
+        with self._lock:
+            storage = self._rows.storage
+            if storage is not None and len(storage):
+                self._synchronize(storage)
+            return self._neighborhood.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Has the next sample read the storage anew, and the search take up what it kept."""
+        with self._lock:
+            self._neighborhood.load_state_dict(state_dict)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(k={self.k}, keys={self._rows.keys})"

@@ -1,6 +1,6 @@
-"""A short demonstration: SAC with NMER on a small MuJoCo task, in about two minutes on one core.
+"""A short demonstration: SAC with NMER on a small MuJoCo task, in a few minutes on one core.
 
-python recipes/demo.py [--env InvertedPendulum-v5] [--replay nmer] [--frames 6000] [--seed 0]
+python recipes/demo.py [--env InvertedPendulum-v5] [--replay nmer] [--frames 12000] [--seed 0]
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--replay", default="nmer", choices=["uniform", "mixup", "1nn", "nmer"], help="the method"
     )
-    parser.add_argument("--frames", type=int, default=6_000, help="environment steps")
+    parser.add_argument("--frames", type=int, default=12_000, help="environment steps")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

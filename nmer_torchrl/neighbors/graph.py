@@ -9,16 +9,17 @@ change their weight. A query then reads the first k entries of a list.
 - *Arrivals wait* until a block of them is worth a sweep (`_insert`), which offers each to all lists
   and makes its own. Meanwhile queries compare with those that wait (`_with_arrivals`), so that no
   answer is stale. An overwritten point counts as gone at once; with the next block it is taken out
-  of the lists that hold it (`_remove`). A list left with fewer than k is made anew.
+  of the lists that hold it (`_remove`).
 - *A sweep never sorts*: a bound on what can matter to a row, or to a column, leaves few pairs.
 - *The scale drifts* with the statistics. Lists are kept in order under a working scale. When the
   current one has drifted a little from it, all lists are put into order anew (`_rescore`); when it
   has drifted far from where they were made, they are made anew, when asked for. Only drift between
   dimensions matters: a common factor changes no order.
 
-Each list has a reach: no point outside of it was nearer than that when it was last compared. The
-reach, less the worst that drift can have done, is a certificate: entries within it are proven to be
-the nearest. With `exact=True` every answer is proven or searched again by brute force.
+Each list has a reach: no point outside of it was nearer than that when it was last compared. A list
+with fewer than k entries within its reach is made anew. The reach, less the worst that drift can
+have done since, is a certificate: entries within that are proven to be the nearest. With
+`exact=True` every answer is proven or searched again by brute force.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ from nmer_torchrl.neighbors.torch import TorchSearch
 
 _BLOCK = 128  # arrivals that are worth a sweep
 _TILE = 2**18  # distances that a sweep holds at a time: they stay in the processor's cache
+_GATHER = 2**19  # numbers that are gathered at a time, likewise
 _SAMPLE = 4_096  # columns that bound the reach of a row without a list
-_RESCORE = 0.004  # drift of the scale after which lists are put into order anew
-_REBUILD = 0.08  # drift of the scale after which lists are made anew
+_RESCORE = 0.002  # drift of the scale after which lists are put into order anew
+_REBUILD = 0.15  # drift of the scale after which lists are made anew
+_PER_POINT = ("_lists", "_distances", "_reach", "_norms", "_listed", "_waits")
+_OTHER = ("_scale", "_made_under", "_center", "_doubt", "_stale", "_holes", "_counts")
 _SAFETY = 1.0 - 1e-5  # float32 rounding of stored distances
 
 
@@ -83,6 +87,7 @@ class NeighborGraph:
         self._allocate(0)
         self._arrivals: list[Tensor] = []
         self._scale = self._made_under = torch.empty(0)  # the working scale; that of making lists
+        self._center = torch.empty(0)
         self._last: Tensor | None = None  # the scale of the last query
         self._doubt = 1.0  # the worst that drift can have done to a reach
         self._stale = False  # whether lists may hold points that have been overwritten
@@ -117,10 +122,9 @@ class NeighborGraph:
         self._arrivals.append(fresh)
 
     def _grow(self) -> None:
-        names = ("_lists", "_distances", "_reach", "_norms", "_listed", "_waits")
-        before = [getattr(self, name) for name in names]
+        before = {name: getattr(self, name) for name in _PER_POINT}
         self._allocate(len(self.table.points))
-        for name, tensor in zip(names, before, strict=True):
+        for name, tensor in before.items():
             getattr(self, name)[: len(tensor)] = tensor
 
     def _waiting(self) -> Tensor:
@@ -162,7 +166,7 @@ class NeighborGraph:
             distances = self._distances[rows].masked_fill_(held, torch.inf)
             best, positions = nearest(distances, self._lists[rows], self.candidates)
             self._distances[rows], self._lists[rows] = best, positions
-            self._listed[rows] &= best[:, self.k - 1].isfinite()
+            self._listed[rows] &= best[:, self.k - 1] <= self._reach[rows]
 
     # -- sweeping ----------------------------------------------------------------------------------
 
@@ -171,56 +175,82 @@ class NeighborGraph:
         return ((self.table.points[index] - self._center) * self._scale).float()
 
     def _make_lists(self, rows: Tensor, bound: Tensor, *, offer: bool) -> None:
-        """Makes the lists of `[m]` rows, given bounds on their length; offers the rows to others.
+        """Makes the lists of `[m]` rows, given bounds on their reach; offers the rows to others."""
+        error = self._product_error(rows)
+        reach = torch.where(self._listed, self._reach, -torch.inf)
+        row, column, distance = self._sweep(rows, bound, reach if offer else None, error)
+        if offer:
+            taken = distance < reach[column] + error[row]
+            self._offer(rows[row[taken]], column[taken])
+        mine = (distance < bound[row] + error[row]) & (column != rows[row])
+        self._keep_nearest(rows, bound, row[mine], column[mine], distance[mine])
 
-        With `a` and `b` relative to a center, `|a - b|**2 = |a|**2 + |b|**2 - 2ab`; only the row's
-        side is shifted, so that stored points go into the product as they are.
+    def _sweep(
+        self, rows: Tensor, bound: Tensor, reach: Tensor | None, error: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Pairs `[h]` nearer than the row's bound or the column's reach, and how near, squared.
+
+        With `a` and `b` relative to a center, `|a - b|**2 = |a|**2 + |b|**2 - 2ab`. Only the row's
+        side is shifted, so that stored points go into the product as they are. One tile of it is
+        held at a time, in memory that is used again: fresh memory would cost more than the product.
         """
-        points, size = self.table.points, self.table.size
+        size, table = self.table.size, self.table.points
         left = self._centered(rows)
         norms = left.square().sum(-1)
         left = (left * self._scale).float()
         norms = norms + 2.0 * (left @ self._center.float())
-        error = self._product_error(left, norms)
-        limit, shift = bound.unsqueeze(1), (error - norms).unsqueeze(1)
-        reach = torch.where(self._listed[:size], self._reach[:size], -torch.inf)
-        own: list[tuple[Tensor, Tensor, Tensor]] = []
-        step = max(_TILE // len(rows), 512)
         left = -2.0 * left
-        table = points[:size] if points.dtype == torch.float32 else points[:size].float()
+        limit, shift = bound.unsqueeze(1), (error - norms).unsqueeze(1)
+        step = max(_TILE // len(rows), 512)
+        memory = torch.empty(2, len(rows) * step, device=left.device)
+        found = []
         for start in range(0, size, step):
             stop = min(start + step, size)
-            products = torch.addmm(self._norms[start:stop], left, table[start:stop].T)
-            limits = torch.maximum(limit, reach[start:stop]) if offer else limit
-            row, column = (products < limits + shift).nonzero(as_tuple=True)
-            own.append((row, column + start, products[row, column]))
-        row, column, product = (torch.cat(parts) for parts in zip(*own, strict=True))
-        approximate = product + norms[row]
-        if offer:
-            taken = approximate < reach[column] + error[row]
-            self._offer(rows[row[taken]], column[taken])
-        mine = (approximate < bound[row] + error[row]) & (column != rows[row])
-        self._keep_nearest(rows, bound, row[mine], column[mine], approximate[mine])
+            products, limits = memory[:, : len(rows) * (stop - start)].view(2, len(rows), -1)
+            torch.addmm(self._norms[start:stop], left, table[start:stop].float().T, out=products)
+            if reach is None:
+                products -= limit + shift
+            else:
+                products -= torch.maximum(limit, reach[start:stop], out=limits).add_(shift)
+            columns = (products.amin(0) < 0).nonzero().squeeze(1)
+            excess = products[:, columns]
+            row, hit = (excess < 0).nonzero(as_tuple=True)
+            found.append((row, columns[hit] + start, excess[row, hit]))
+        row, column, distance = (torch.cat(parts) for parts in zip(*found, strict=True))
+        limits = bound[row] if reach is None else torch.maximum(bound[row], reach[column])
+        return row, column, distance + limits + error[row]
 
-    def _product_error(self, left: Tensor, norms: Tensor) -> Tensor:
+    def _product_error(self, rows: Tensor) -> Tensor:
         """A bound `[m]` on the rounding of a sweep's squared distances."""
-        finite = self._norms[: self.table.size]
-        largest = finite[finite.isfinite()].amax().sqrt() if finite.isfinite().any() else 0.0
+        norms = self._norms[: self.table.size]
+        largest = norms.masked_fill(norms.isinf(), 0.0).amax().sqrt()
         raw = largest + (self._center * self._scale).norm().float()
-        lengths = (left / self._scale.float()).norm(dim=-1)
-        return relative_error(left.shape[1]) * (lengths * raw + lengths.square() + largest**2)
+        length = self._centered(rows).norm(dim=-1)
+        terms = length * raw + length.square() + largest.square()
+        return relative_error(self._scale.shape[0]) * terms
 
     def _first_bound(self, rows: Tensor) -> Tensor:
-        """An upper bound `[m]` on the squared distance of the C-th neighbour, from some columns."""
-        size = self.table.size
-        columns = torch.linspace(0, size - 1, min(size, _SAMPLE), device=rows.device).long()
-        columns = columns[self._norms[columns].isfinite()]
-        if len(columns) <= self.candidates:
+        """An upper bound `[m]` on the squared distance of the C-th neighbour of each row.
+
+        From some columns all over the table, and then from the lists of the nearest ones found.
+        """
+        c = self.candidates
+        columns = (self._listed & self._norms.isfinite()).nonzero().squeeze(1)
+        if len(columns) < _SAMPLE // 4:
+            columns = self._norms.isfinite().nonzero().squeeze(1)
+        columns = columns[:: max(len(columns) // _SAMPLE, 1)]
+        if len(columns) <= c:
             return torch.full((len(rows),), torch.inf, device=rows.device)
         distances = torch.cdist(self._centered(rows), self._centered(columns)).square_()
-        # One more, since the row itself may be among them.
-        best = distances.topk(self.candidates + 1, largest=False).values[:, -1]
-        return best * (1 + 1e-3) + 1e-6
+        best, column = distances.topk(c + 1, largest=False)
+        bound, near = best[:, -1], columns[column]  # one more, since the row itself may be there
+        for _ in range(2):
+            around = self._lists[near[:, :6]].flatten(1).long()
+            around = torch.cat([near, around], 1).sort(1).values
+            around[:, 1:].masked_fill_(around[:, 1:] == around[:, :-1], -1)
+            best, near = nearest(self._direct(rows, around), around, c + 1)
+            bound = torch.minimum(bound, best[:, -1])
+        return bound * (1 + 1e-3) + 1e-6
 
     def _offer(self, new: Tensor, rows: Tensor) -> None:
         """Puts new points `[h]` into the lists of `[h]` rows wherever they are within reach."""
@@ -259,10 +289,18 @@ class NeighborGraph:
 
     def _direct(self, index: Tensor, others: Tensor) -> Tensor:
         """Squared distances `[q, m]` by differences, float32, under the working scale."""
-        scale = self._scale.to(self.table.points.dtype)
-        difference = self.table.points[others] - self.table.points[index].unsqueeze(1)
-        squared = (difference * scale).square_().sum(-1).float()
-        return squared.masked_fill_(others < 0, torch.inf)
+        points, (q, m), d = self.table.points, others.shape, self.table.points.shape[1]
+        scale, ones = self._scale.to(points.dtype), points.new_ones(d)
+        squared = points.new_empty((q, m))
+        step = max(_GATHER // (m * d), 1)
+        memory = points.new_empty((min(step, q) * m, d))
+        for start in range(0, q, step):
+            chunk = others[start : start + step]
+            rows = memory[: chunk.numel()]
+            torch.index_select(points, 0, chunk.clamp_min(0).flatten(), out=rows)
+            rows.view(-1, m, d).sub_(points[index[start : start + step]].unsqueeze(1))
+            squared[start : start + step] = (rows.mul_(scale).square_() @ ones).view(-1, m)
+        return squared.float().masked_fill_(others < 0, torch.inf)
 
     # -- drift -------------------------------------------------------------------------------------
 
@@ -295,20 +333,16 @@ class NeighborGraph:
         self._scale = scale
         self._refresh_norms()
         before = after = 0.0
-        size = self.table.size
-        step = max(2**21 // (self.candidates * scale.shape[0]), 64)
-        for start in range(0, size, step):
-            rows = slice(start, min(start + step, size))
-            lists, old = self._lists[rows].long(), self._distances[rows]
-            index = torch.arange(start, rows.stop, device=lists.device)
-            new = self._direct(index, lists)
-            known = new.isfinite()
-            before += float(old[known].sum())
-            after += float(new[known].sum())
+        for rows in torch.arange(self.table.size, device=scale.device).split(8_192):
+            lists = self._lists[rows].long()
+            new = self._direct(rows, lists)
+            before += float(self._distances[rows].masked_fill(lists < 0, 0.0).sum())
+            after += float(new.masked_fill(lists < 0, 0.0).sum())
             self._distances[rows], order = new.sort(1)
             self._lists[rows] = lists.gather(1, order).int()
         typical = after / before if before > 0 else 1.0
         self._reach.mul_(typical)
+        self._listed &= self._distances[:, self.k - 1] <= self._reach
         self._doubt *= min(worst / typical, 1.0)
         self._counts["rescored"] += 1
 
@@ -398,6 +432,37 @@ class NeighborGraph:
         search = TorchSearch()
         search.table = self.table
         return search.query(index, k, scale)
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The lists and all that goes with them but the points, which belong to the storage."""
+        size = self.table.size
+        rows = {name: getattr(self, name)[:size].clone() for name in _PER_POINT}
+        rest = {name: getattr(self, name) for name in _OTHER}
+        return {"points": self._fingerprint(), "arrivals": self._waiting(), **rows, **rest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up saved lists, if the points written since `clear` are those they were made of.
+
+        For any other points the state is of no use; then lists are made when they are asked for.
+        """
+        if not torch.equal(state["points"], self._fingerprint()):
+            return
+        if state["_lists"].shape[1] != self.candidates:
+            return
+        for name in _PER_POINT:
+            getattr(self, name)[: self.table.size] = state[name]
+        for name in _OTHER:
+            setattr(self, name, state[name])
+        self._arrivals = [state["arrivals"].clone()]
+
+    def _fingerprint(self) -> Tensor:
+        """Float64 numbers that tell one table of points from another."""
+        points, valid = self.table.rows()
+        position = torch.arange(len(points), device=points.device, dtype=torch.float64)
+        sums = points.sum(1, dtype=torch.float64)
+        return torch.stack([valid.sum().double(), sums.sum(), sums @ position])
 
     def stats(self) -> dict[str, float]:
         """Numbers of points, lists and work done, and the share of lists that are proven exact.
