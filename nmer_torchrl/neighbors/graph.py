@@ -38,8 +38,8 @@ _BLOCK = 128  # arrivals that are worth a sweep
 _TILE = 2**18  # distances that a sweep holds at a time: they stay in the processor's cache
 _GATHER = 2**19  # numbers that are gathered at a time, likewise
 _SAMPLE = 4_096  # columns that bound the reach of a row without a list
-_RESCORE = 0.002  # drift of the scale after which lists are put into order anew
-_REBUILD = 0.15  # drift of the scale after which lists are made anew
+_RESCORE = 0.001  # drift of the scale after which lists are put into order anew
+_REBUILD = 0.06  # drift of the scale after which lists are made anew
 _PER_POINT = ("_lists", "_distances", "_reach", "_norms", "_listed", "_waits")
 _OTHER = ("_scale", "_made_under", "_center", "_doubt", "_stale", "_holes", "_counts")
 _SAFETY = 1.0 - 1e-5  # float32 rounding of stored distances
@@ -141,13 +141,14 @@ class NeighborGraph:
         if self._stale:
             self._remove(arrivals)
         new = arrivals[self.table.valid[arrivals]]
-        self._norms[new] = self._centered(new).square().sum(-1)
         self._counts["inserted"] += len(new)
-        if 2 * len(new) > int(self._listed.sum()):
-            self._listed.zero_()  # making lists when they are asked for costs less
-            return
+        many = 2 * len(new) > int(self._listed.sum())
         for block in new.split(_BLOCK):
-            self._make_lists(block, self._first_bound(block), offer=True)
+            self._norms[block] = self._centered(block).square().sum(-1)
+            if not many:
+                self._make_lists(block, self._first_bound(block), offer=True)
+        if many:  # making lists when they are asked for costs less
+            self._listed.zero_()
 
     def _remove(self, gone: Tensor) -> None:
         """Takes points out of the lists that hold them."""
@@ -183,7 +184,7 @@ class NeighborGraph:
             taken = distance < reach[column] + error[row]
             self._offer(rows[row[taken]], column[taken])
         mine = (distance < bound[row] + error[row]) & (column != rows[row])
-        self._keep_nearest(rows, bound, row[mine], column[mine], distance[mine])
+        self._keep_nearest(rows, bound, error, row[mine], column[mine], distance[mine])
 
     def _sweep(
         self, rows: Tensor, bound: Tensor, reach: Tensor | None, error: Tensor
@@ -269,7 +270,13 @@ class NeighborGraph:
         self._reach[target] = torch.minimum(self._reach[target], best[:, -1])
 
     def _keep_nearest(
-        self, rows: Tensor, bound: Tensor, row: Tensor, column: Tensor, approximate: Tensor
+        self,
+        rows: Tensor,
+        bound: Tensor,
+        error: Tensor,
+        row: Tensor,
+        column: Tensor,
+        approximate: Tensor,
     ) -> None:
         """The lists of `[m]` rows from `[h]` pairs that hold all points within the bound."""
         bound = bound.clone()
@@ -281,7 +288,7 @@ class NeighborGraph:
             exact = self._direct(rows[target], columns)
             distances[target], lists[target] = nearest(exact, columns, self.candidates + 1)
             # What the coarse order left out is no nearer than its last, rounding aside.
-            bound[target] = torch.minimum(bound[target], coarse[:, -1] * _SAFETY)
+            bound[target] = torch.minimum(bound[target], coarse[:, -1] - error[target])
         self._lists[rows] = lists[:, :-1].int()
         self._distances[rows] = distances[:, :-1]
         self._reach[rows] = torch.minimum(distances[:, -1], bound)

@@ -1,0 +1,330 @@
+"""What the graph promises beyond the contract that `test_searches.py` holds it to."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    assert_neighbors,
+    distances_to,
+    make_transitions,
+    oracle_distances,
+    stored_points,
+)
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from nmer_torchrl import RunningStandardizer, make_replay_buffer
+from nmer_torchrl.neighbors import NeighborGraph
+
+STREAMS = Path(__file__).parent / "data"
+
+
+def recall(points, index, neighbors, scale=None) -> float:
+    """Share of the answers that are as near as the definition's k-th neighbour."""
+    k = neighbors.shape[1]
+    limit = oracle_distances(points, index, k, scale)[:, -1:]
+    # Lists are in order of float32 distances, which tie where float64 does not.
+    found = distances_to(points, index, neighbors, scale) <= limit * (1 + 1e-6)
+    return float((found | limit.isinf()).double().mean())
+
+
+def walk(n: int, d: int = 6, seed: int = 0) -> torch.Tensor:
+    """Points of a slow random walk: neighbours in time are neighbours in space."""
+    steps = torch.randn((n, d), generator=torch.Generator().manual_seed(seed))
+    return steps.cumsum(0) * 0.05 + 0.3 * steps
+
+
+class Writes(RuleBasedStateMachine):
+    """Any sequence of writes to a buffer, each followed by a look at all its neighbours."""
+
+    exact = True
+    capacity = 300
+
+    def __init__(self):
+        super().__init__()
+        self.buffer = self.make()
+        self.seed = 0
+        self.scores = []
+
+    def make(self):
+        graph = NeighborGraph(k=5, exact=self.exact)
+        return make_replay_buffer("nmer", capacity=self.capacity, batch_size=16, k=5, search=graph)
+
+    def rows(self, n: int):
+        self.seed += 1
+        return make_transitions(n, seed=self.seed)
+
+    @rule(n=st.integers(1, 400))
+    def extend(self, n):
+        self.buffer.extend(self.rows(n))
+
+    @rule(n=st.integers(1, 5))
+    def add(self, n):
+        for row in self.rows(n):
+            self.buffer.add(row)
+
+    @rule(n=st.integers(1, 60), spread=st.sampled_from([1e-2, 1.0, 1e2]))
+    def extend_with_another_spread(self, n, spread):
+        rows = self.rows(n)
+        rows["observation"][:, 0] *= spread
+        self.buffer.extend(rows)
+
+    @rule(n=st.integers(1, 50))
+    def extend_with_duplicates(self, n):
+        self.buffer.extend(self.rows(1)[torch.zeros(n, dtype=torch.int64)])
+
+    @precondition(lambda self: len(self.buffer))
+    @rule(data=st.data())
+    def overwrite(self, data):
+        last = len(self.buffer) - 1
+        index = data.draw(st.lists(st.integers(0, last), min_size=1, max_size=20, unique=True))
+        self.buffer[torch.tensor(index)] = self.rows(len(index))
+
+    @rule()
+    def empty(self):
+        self.buffer.empty()
+
+    @precondition(lambda self: len(self.buffer))
+    @rule()
+    def save_and_load(self):
+        state = self.buffer.state_dict()
+        self.buffer = self.make()
+        self.buffer.load_state_dict(state)
+
+    @invariant()
+    def neighbors_are_right(self):
+        n = len(self.buffer)
+        if not n:
+            return
+        index = torch.arange(n)
+        neighbors = self.buffer.sampler.neighbors(self.buffer.storage, index)
+        points = stored_points(self.buffer.storage)
+        if self.exact:
+            assert_neighbors(points, index, neighbors)
+        else:
+            self.scores.append(recall(points, index, neighbors))
+
+    def teardown(self):
+        if self.scores:
+            assert sum(self.scores) / len(self.scores) >= 0.995, self.scores
+
+
+class WritesByDefault(Writes):
+    exact = False
+
+
+TestWritesProven = Writes.TestCase
+TestWritesProven.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestWritesByDefault = WritesByDefault.TestCase
+TestWritesByDefault.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+
+
+@pytest.mark.parametrize("name", ["halfcheetah", "hopper"])
+@pytest.mark.parametrize("ring", [None, 3_000])
+def test_recall_through_a_real_training_stream(name, ring):
+    points = torch.from_numpy(np.load(STREAMS / f"{name}.npz")["points"])
+    capacity = ring or len(points)
+    graph, stats = NeighborGraph(k=10), RunningStandardizer(points.shape[1])
+    stored = torch.zeros(capacity, points.shape[1])
+    generator = torch.Generator().manual_seed(0)
+    scores = []
+    for start in range(0, len(points), 5):
+        new, where = points[start : start + 5], torch.arange(start, start + 5) % capacity
+        stats.update(new, removed=stored[where] if start >= capacity else None)
+        stored[where] = new
+        graph.write(where, new)
+        count = min(start + 5, capacity)
+        graph.query(torch.randint(count, (20,), generator=generator), 10, stats.scale)
+        if start % 400 == 395:
+            index = torch.randint(count, (400,), generator=generator)
+            neighbors = graph.query(index, 10, stats.scale)
+            scores.append(recall(stored[:count], index, neighbors, stats.scale))
+    assert len(scores) == 15
+    assert min(scores) >= 0.995, scores
+
+
+def test_exact_equals_brute_force_through_drift_and_arrivals():
+    points = walk(1_500)
+    points[700:, 2] *= 30  # the spread of a dimension grows at once
+    graph, stats = NeighborGraph(k=10, exact=True), RunningStandardizer(6)
+    for start in range(0, 1_500, 50):
+        chunk = points[start : start + 50]
+        stats.update(chunk)
+        graph.write(torch.arange(start, start + 50), chunk)
+        index = torch.randint(start + 50, (100,))
+        neighbors = graph.query(index, 10, stats.scale)
+        assert_neighbors(points[: start + 50], index, neighbors, stats.scale)
+
+
+def test_a_spread_that_grows_a_hundredfold_is_followed():
+    points = walk(2_000)
+    graph = NeighborGraph(k=10)
+    graph.write(torch.arange(2_000), points)
+    index = torch.arange(2_000)
+    graph.query(index, 10, 1 / points.double().std(0))
+    points[1_900:, 0] *= 100
+    graph.write(torch.arange(1_900, 2_000), points[1_900:])
+    scale = 1 / points.double().std(0)
+    neighbors = graph.query(index, 10, scale)
+    assert recall(points, index, neighbors, scale) >= 0.999
+    assert graph.stats()["rebuilt"] == 1
+
+
+def test_a_common_factor_of_the_scale_costs_nothing():
+    points = walk(1_000)
+    graph = NeighborGraph(k=10)
+    graph.write(torch.arange(1_000), points)
+    scale = 1 / points.double().std(0)
+    first = graph.query(torch.arange(1_000), 10, scale)
+    assert torch.equal(graph.query(torch.arange(1_000), 10, 7 * scale), first)
+    assert graph.stats()["rescored"] == 0
+
+
+def test_small_drift_reorders_lists_without_making_them_anew():
+    points = walk(1_000)
+    graph = NeighborGraph(k=10)
+    graph.write(torch.arange(1_000), points)
+    scale = 1 / points.double().std(0)
+    graph.query(torch.arange(1_000), 10, scale)
+    built = graph.stats()["built"]
+    drifted = scale * torch.tensor([1.0, 1.02, 0.99, 1.0, 1.01, 1.0], dtype=torch.float64)
+    neighbors = graph.query(torch.arange(1_000), 10, drifted)
+    assert recall(points, torch.arange(1_000), neighbors, drifted) >= 0.999
+    stats = graph.stats()
+    assert (stats["rescored"], stats["rebuilt"]) == (1, 0)
+    assert stats["built"] - built < 100
+
+
+def test_fresh_lists_are_certified_and_doubt_grows_with_drift():
+    points = walk(2_000)
+    graph = NeighborGraph(k=10)
+    graph.write(torch.arange(2_000), points)
+    scale = 1 / points.double().std(0)
+    graph.query(torch.arange(2_000), 10, scale)
+    assert graph.stats()["certified"] == 1.0
+    wide = torch.tensor([1.0, 1.1, 0.97, 1.0, 1.02, 1.0], dtype=torch.float64)
+    graph.query(torch.arange(10), 10, scale * wide)
+    assert graph.stats()["certified"] < 1.0
+    assert np.isnan(NeighborGraph().stats()["certified"])
+
+
+def test_lists_are_made_when_they_are_asked_for():
+    graph = NeighborGraph(k=10)
+    graph.write(torch.arange(50_000), torch.randn(50_000, 4))
+    assert graph.stats()["lists"] == 0
+    graph.query(torch.tensor([3]), 10, torch.ones(4, dtype=torch.float64))
+    assert 0 < graph.stats()["lists"] < 1_000
+
+
+def test_arrivals_are_answered_before_and_after_their_block():
+    points = torch.cat([walk(1_000), walk(1_000)[500:800] + 1e-4])
+    graph = NeighborGraph(k=10)
+    scale = 1 / points.double().std(0)
+    graph.write(torch.arange(1_000), points[:1_000])
+    graph.query(torch.arange(1_000), 10, scale)
+    waiting = set()
+    for i in range(1_000, 1_300):
+        graph.write(torch.tensor([i]), points[i : i + 1])
+        neighbors = graph.query(torch.tensor([i - 500, i]), 10, scale)
+        assert i in neighbors[0]
+        assert i - 500 in neighbors[1]
+        waiting.add(graph.stats()["waiting"] > 0)
+    assert waiting == {True, False}
+    index = torch.arange(1_300)
+    assert recall(points, index, graph.query(index, 10, scale), scale) == 1.0
+
+
+def test_overwritten_points_are_gone_at_once():
+    points = walk(600)
+    graph = NeighborGraph(k=10)
+    scale = 1 / points.double().std(0)
+    graph.write(torch.arange(600), points)
+    graph.query(torch.arange(600), 10, scale)
+    generator = torch.Generator().manual_seed(0)
+    for i in range(400):
+        where = torch.randint(600, (1,), generator=generator)
+        points[where] = torch.randn((1, 6), generator=generator) * 3
+        graph.write(where, points[where])
+        if i % 20 == 0:
+            index = torch.arange(600)
+            assert recall(points, index, graph.query(index, 10, scale), scale) == 1.0
+
+
+def test_more_than_the_lists_hold_is_answered_by_brute_force():
+    points = walk(300)
+    graph = NeighborGraph(k=2)
+    graph.write(torch.arange(300), points)
+    scale = torch.ones(6, dtype=torch.float64)
+    neighbors = graph.query(torch.arange(300), 50, scale)
+    assert_neighbors(points, torch.arange(300), neighbors, scale)
+
+
+def test_far_from_the_origin():
+    points = (walk(2_000).double() + 1e4).float()
+    graph = NeighborGraph(k=10)
+    graph.write(torch.arange(2_000), points)
+    scale = 1 / points.double().std(0)
+    index = torch.arange(2_000)
+    assert recall(points, index, graph.query(index, 10, scale), scale) >= 0.999
+    graph.write(torch.arange(200), points[:200] + 0.5)
+    points[:200] += 0.5
+    assert recall(points, index, graph.query(index, 10, scale), scale) >= 0.999
+
+
+def test_memory_beyond_the_keys():
+    graph = NeighborGraph(k=10)
+    graph.write(torch.arange(4_096), torch.randn(4_096, 3))
+    graph.query(torch.arange(100), 10, torch.ones(3))
+    tensors = [t for t in vars(graph).values() if isinstance(t, torch.Tensor)]
+    per_point = [t for t in tensors if len(t) == len(graph.table.points)]
+    assert len(per_point) == 6
+    total = sum(t.nbytes for t in per_point) + graph.table.valid.nbytes
+    assert total / len(graph.table.points) <= 300
+
+
+def test_saved_lists_are_taken_up_and_not_made_anew(tmp_path):
+    def make(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return make_replay_buffer(
+            "nmer", capacity=1_000, batch_size=32, search="graph", generator=generator
+        )
+
+    buffer = make(1)
+    buffer.extend(make_transitions(900))
+    for _ in range(40):
+        buffer.sample()
+    buffer.extend(make_transitions(50, seed=1))
+    torch.save(buffer.state_dict(), tmp_path / "state.pt")
+    other = make(2)
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for seed in range(5):
+        first, second = buffer.sample(), other.sample()
+        assert (first == second).all()
+        buffer.extend(make_transitions(30, seed=seed))
+        other.extend(make_transitions(30, seed=seed))
+    lists = [b.sampler._neighborhood.search.stats() for b in (buffer, other)]
+    assert lists[0] == lists[1]
+
+
+def test_a_state_of_other_points_is_not_taken_up():
+    graph, other = NeighborGraph(k=3), NeighborGraph(k=3)
+    scale = torch.ones(6, dtype=torch.float64)
+    graph.write(torch.arange(200), walk(200))
+    graph.query(torch.arange(200), 3, scale)
+    points = walk(200, seed=1)
+    other.write(torch.arange(200), points)
+    other.load_state_dict(graph.state_dict())
+    neighbors = other.query(torch.arange(200), 3, scale)
+    assert_neighbors(points, torch.arange(200), neighbors, scale)
+    longer = NeighborGraph(k=10)
+    longer.write(torch.arange(200), walk(200))
+    longer.load_state_dict(graph.state_dict())
+    assert longer.stats()["lists"] == 0
+
+
+def test_too_few_candidates_are_refused():
+    with pytest.raises(ValueError, match="candidates=5 leaves no room for k=10"):
+        NeighborGraph(k=10, candidates=5)
