@@ -206,7 +206,10 @@ def test_fresh_lists_are_certified_and_doubt_grows_with_drift():
     graph.query(torch.arange(2_000), 10, scale)
     assert graph.stats()["certified"] == 1.0
     wide = torch.tensor([1.0, 1.1, 0.97, 1.0, 1.02, 1.0], dtype=torch.float64)
-    graph.query(torch.arange(10), 10, scale * wide)
+    for _ in range(6):
+        graph.query(torch.arange(10), 10, scale * wide)
+        graph.query(torch.arange(10), 10, scale.clone())
+    assert graph.stats()["rebuilt"] == 0
     assert graph.stats()["certified"] < 1.0
     assert np.isnan(NeighborGraph().stats()["certified"])
 

@@ -19,19 +19,20 @@ from tqdm import tqdm
 from nmer_torchrl import make_replay_buffer
 
 
-def mlp(inputs: int, outputs: int) -> nn.Sequential:
-    """Two hidden layers of 256 units."""
-    return nn.Sequential(
-        nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, outputs)
-    )
+def mlp(inputs: int, outputs: int, hidden: tuple[int, int]) -> nn.Sequential:
+    """Two hidden layers."""
+    first, second = nn.Linear(inputs, hidden[0]), nn.Linear(*hidden)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(hidden[1], outputs))
 
 
 class TD3:
     """Twin delayed DDPG in plain PyTorch, with the usual settings."""
 
-    def __init__(self, observations: int, actions: int) -> None:
-        self.actor = nn.Sequential(mlp(observations, actions), nn.Tanh())
-        self.critics = nn.ModuleList(mlp(observations + actions, 1) for _ in range(2))
+    def __init__(
+        self, observations: int, actions: int, hidden: tuple[int, int] = (256, 256)
+    ) -> None:
+        self.actor = nn.Sequential(mlp(observations, actions, hidden), nn.Tanh())
+        self.critics = nn.ModuleList(mlp(observations + actions, 1, hidden) for _ in range(2))
         self.targets = copy.deepcopy(nn.ModuleList([self.actor, self.critics]))
         self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=1e-3, foreach=True)
         self.critic_optimizer = torch.optim.Adam(self.critics.parameters(), lr=1e-3, foreach=True)

@@ -1,0 +1,85 @@
+"""What the benchmarks share: timing, data, tables."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+
+def median_seconds(call: Callable[[], Any], *, repeat: int, warm_up: int = 2) -> float:
+    """Median time of a call."""
+    for _ in range(warm_up):
+        call()
+    times = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def side_by_side(
+    calls: dict[str, Callable[[], Any]], *, rounds: int, repeat: int
+) -> dict[str, float]:
+    """Median times of several calls, taken in turns so that a noisy moment hits all alike."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(median_seconds(call, repeat=repeat))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def make_rows(n: int, observations: int, actions: int) -> TensorDict:
+    """Transitions with the entries that a MuJoCo task stores."""
+    flags = torch.zeros(n, 1, dtype=torch.bool)
+    following = TensorDict(
+        observation=torch.randn(n, observations),
+        reward=torch.randn(n, 1),
+        terminated=flags,
+        truncated=flags.clone(),
+        done=flags.clone(),
+        batch_size=[n],
+    )
+    return TensorDict(
+        observation=torch.randn(n, observations),
+        action=torch.rand(n, actions) * 2 - 1,
+        next=following,
+        batch_size=[n],
+    )
+
+
+def make_clusters(n: int, d: int, size: int = 64) -> Tensor:
+    """Points `[n, d]` in tight clusters of that size: neighbours are known to be in the cluster."""
+    centers = 3 * torch.randn(-(-n // size), d)
+    return (centers.repeat_interleave(size, 0) + 0.1 * torch.randn(len(centers) * size, d))[:n]
+
+
+def write_table(rows: list[dict[str, Any]], path: Path) -> None:
+    """Prints the rows as a table in Markdown and writes them as CSV."""
+    names = list(rows[0])
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(rows)
+    print(to_markdown(names, ([row[name] for name in names] for row in rows)))
+    print(f"\nwritten to {path}\n")
+
+
+def to_markdown(names: list[str], rows: Iterable[list[Any]]) -> str:
+    """A table in Markdown."""
+    lines = [names, ["---"] * len(names), *([_show(cell) for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _show(cell: Any) -> str:
+    if isinstance(cell, float):
+        return "" if cell != cell else f"{cell:.3g}"
+    return f"{cell:,}" if isinstance(cell, int) else str(cell)

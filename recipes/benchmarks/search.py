@@ -1,0 +1,386 @@
+"""What NMER costs: sampling, upkeep of the neighbour graph, and the searches side by side.
+
+    python recipes/benchmarks/search.py sample   # rb.sample() with the graph beside uniform
+    python recipes/benchmarks/search.py upkeep   # a block of arrivals beside a matrix product
+    python recipes/benchmarks/search.py query    # one batch of neighbours by every search
+    python recipes/benchmarks/search.py feed --stream stream.npz   # a whole stream, one by one
+    python recipes/benchmarks/search.py train    # TD3 at replay ratio 20, beside uniform
+
+Each prints a table and writes a CSV (and all but `feed` and `train` a plot) to `--out`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import make_clusters, make_rows, median_seconds, side_by_side, write_table
+from streams import TD3
+from torch import Tensor
+from torchrl.data import LazyTensorStorage
+from tqdm import tqdm
+
+from nmer_torchrl import RunningStandardizer, make_replay_buffer
+from nmer_torchrl.neighbors import FaissSearch, KeOpsSearch, NeighborGraph, TorchSearch
+
+TASKS = {"HalfCheetah": (17, 6), "Ant": (105, 8), "Humanoid": (348, 17)}
+K = 10
+BATCH = 256
+CLUSTER = 64
+
+
+def clustered_graph(points: Tensor, scale: Tensor, n: int) -> NeighborGraph:
+    """A graph of the first n points, all lists made: in clusters they cost next to nothing.
+
+    Only the way in which the lists come about is a short cut; they are those that the graph would
+    make itself, which takes hours for a million rows of Humanoid.
+    """
+    graph = NeighborGraph(K)
+    graph.write(torch.arange(n), points[:n])
+    graph.query(torch.arange(1), K, scale)  # takes all points into the graph
+    c = graph.candidates
+    for start in tqdm(range(0, n, CLUSTER * 64), desc="lists", leave=False, mininterval=1):
+        index = torch.arange(start, min(start + CLUSTER * 64, n) // CLUSTER * CLUSTER)
+        if not len(index):
+            continue
+        rows = (points[index] * scale).float().view(-1, CLUSTER, points.shape[1])
+        distances = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").square_()
+        distances.diagonal(dim1=1, dim2=2).fill_(torch.inf)
+        best, column = distances.topk(c + 1, largest=False)
+        first = index.view(-1, CLUSTER, 1)[:, :1]
+        graph._lists[index] = (column + first)[..., :-1].reshape(-1, c).int()
+        graph._distances[index] = best[..., :-1].reshape(-1, c)
+        graph._reach[index] = best[..., -1].flatten()
+        graph._listed[index] = True
+    return graph
+
+
+def bench_sample(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time of `rb.sample()`: uniform, and NMER with every list made and none or 64 waiting."""
+    results = []
+    for task, (observations, actions) in TASKS.items():
+        d = observations + actions
+        for n in args.sizes:
+            rows = make_rows(n, observations, actions)
+            points = make_clusters(n + 64, d)
+            rows["observation"] = points[:n, :observations].clone()
+            rows["action"] = points[:n, observations:].clone()
+            storage = LazyTensorStorage(n)
+            uniform = make_replay_buffer("uniform", capacity=n, batch_size=BATCH, storage=storage)
+            uniform.extend(rows)
+            del rows
+            stats = RunningStandardizer(d)
+            stats.update(points[:n])
+            graph = clustered_graph(points, stats.scale, n)
+            state = graph.state_dict()
+            nmer = make_replay_buffer(
+                "nmer", capacity=n, batch_size=BATCH, storage=storage, search=NeighborGraph(K)
+            )
+            nmer.sampler.load_state_dict({"search": state})
+            del graph, state
+            nmer.sample()
+            times = side_by_side(
+                {"uniform": uniform.sample, "nmer": nmer.sample}, rounds=args.rounds, repeat=200
+            )
+            nmer.extend(make_rows(64, observations, actions))  # wait: fewer than a block
+            nmer.sample()
+            times |= {
+                "waiting " + name: value
+                for name, value in side_by_side(
+                    {"uniform": uniform.sample, "nmer": nmer.sample}, rounds=args.rounds, repeat=200
+                ).items()
+            }
+            results.append(
+                {
+                    "task": task,
+                    "d": d,
+                    "rows": n,
+                    "uniform us": 1e6 * times["uniform"],
+                    "nmer us": 1e6 * times["nmer"],
+                    "ratio": times["nmer"] / times["uniform"],
+                    "ratio, 64 waiting": times["waiting nmer"] / times["waiting uniform"],
+                }
+            )
+            print(results[-1])
+    return results
+
+
+def bench_upkeep(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time to take a block of 128 arrivals into the graph, beside the product of those shapes."""
+    results = []
+    for task, (observations, actions) in TASKS.items():
+        d, n, block, blocks = observations + actions, args.rows, 128, 12
+        points = make_clusters(n, d)
+        new = points[torch.randperm(n)[: block * blocks]]
+        points = torch.cat([points, new + 0.1 * torch.randn_like(new)])
+        scale = 1 / points.double().std(0)
+        graph = clustered_graph(points, scale, n)
+        graph.write(torch.arange(n, n + 1), points[n : n + 1])
+        left, out = points[:block].clone(), torch.empty(block, n)
+
+        def product(left: Tensor = left, out: Tensor = out, graph: Any = graph, n: int = n) -> None:
+            torch.mm(left, graph.table.points[:n].T, out=out)
+
+        inserted, multiplied = [], []
+        for start in range(n, n + block * blocks, block):
+            multiplied.append(median_seconds(product, repeat=3, warm_up=1))
+            graph.write(torch.arange(start, start + block), points[start : start + block])
+            begin = time.perf_counter()
+            graph.query(torch.tensor([0]), K, scale)
+            inserted.append(time.perf_counter() - begin)
+        insert, multiply = np.median(inserted), np.median(multiplied)
+        results.append(
+            {
+                "task": task,
+                "d": d,
+                "rows": n,
+                "product ms per row": 1e3 * float(multiply) / block,
+                "upkeep ms per row": 1e3 * float(insert) / block,
+                "ratio": float(insert / multiply),
+            }
+        )
+        print(results[-1])
+    return results
+
+
+class HNSW:
+    """An approximate index that users would think of; it goes stale when the scale moves."""
+
+    def __init__(self, points: Tensor, scale: Tensor) -> None:
+        import faiss
+
+        self.points = (points * scale).float().numpy()
+        self.index = faiss.IndexHNSWFlat(points.shape[1], 32)
+        self.index.add(self.points)
+
+    def query(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
+        """The k nearest, itself dropped by position."""
+        found = torch.from_numpy(self.index.search(self.points[index.numpy()], k + 1)[1])
+        order = (found == index.unsqueeze(1)).int().argsort(1, stable=True)
+        return found.gather(1, order)[:, :k]
+
+
+def bench_query(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time of one batch of 256 x 10 neighbours by every search, and its recall."""
+    results = []
+    for task, (observations, actions) in TASKS.items():
+        d = observations + actions
+        for n in args.sizes:
+            points = make_clusters(n, d)
+            scale = 1 / points.double().std(0)
+            index = torch.randint(n // CLUSTER * CLUSTER, (BATCH,))
+            searches: dict[str, Any] = {"graph": clustered_graph(points, scale, n)}
+            for name, make in {
+                "torch": TorchSearch,
+                "keops": KeOpsSearch,
+                "faiss": FaissSearch,
+            }.items():
+                searches[name] = make()
+                searches[name].write(torch.arange(n), points)
+            if n * d <= 5e6:  # beyond, building the index alone takes many minutes
+                searches["hnsw"] = HNSW(points, scale)
+            truth = searches["faiss"].query(index, K, scale)
+            row: dict[str, Any] = {"task": task, "d": d, "rows": n}
+            for name in ("graph", "torch", "keops", "faiss", "hnsw"):
+                if name not in searches or (name == "keops" and n * d > 5e7):
+                    row[f"{name} ms"] = row[f"{name} recall"] = float("nan")
+                    continue
+                search = searches[name]
+                row[f"{name} recall"] = _recall(points, index, search, truth, scale)
+                row[f"{name} ms"] = 1e3 * median_seconds(
+                    partial(search.query, index, K, scale),
+                    repeat=50 if name in ("graph", "hnsw") else 2,
+                    warm_up=1,
+                )
+            results.append(row)
+            print(row)
+    return results
+
+
+def _recall(points: Tensor, index: Tensor, search: Any, truth: Tensor, scale: Tensor) -> float:
+    def distances(neighbors: Tensor) -> Tensor:
+        difference = (points[neighbors] - points[index].unsqueeze(1)).double() * scale
+        return difference.square().sum(-1)
+
+    limit = distances(truth)[:, -1:] * (1 + 1e-6)
+    return float((distances(search.query(index, K, scale)) <= limit).double().mean())
+
+
+def bench_feed(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A whole stream fed one by one, each row followed by a query, beside TD3 gradient steps."""
+    points = torch.from_numpy(np.load(args.stream)["points"])
+    d, agent = points.shape[1], TD3(17, 6, hidden=(400, 300))
+    stats, graph = RunningStandardizer(d), NeighborGraph(K)
+    buffer = make_replay_buffer("uniform", capacity=10_000, batch_size=100)
+    buffer.extend(make_rows(10_000, 17, 6))
+    batches = [buffer.sample() for _ in range(50)]
+    spent = {"statistics": 0.0, "graph": 0.0}
+    steps, step_time = 0, 0.0
+    for i, point in enumerate(tqdm(points.split(1), desc="feed", unit="row", mininterval=1)):
+        begin = time.perf_counter()
+        stats.update(point)
+        scale = stats.scale
+        middle = time.perf_counter()
+        graph.write(torch.tensor([i]), point)
+        graph.query(torch.randint(i + 1, (100,)), K, scale)
+        spent["statistics"] += middle - begin
+        spent["graph"] += time.perf_counter() - middle
+        if i % 100 == 0:  # gradient steps in between, so that both see the same machine
+            begin = time.perf_counter()
+            for batch in batches[:4]:
+                agent.update(batch)
+            step_time += time.perf_counter() - begin
+            steps += 4
+    step = step_time / steps
+    total = spent["statistics"] + spent["graph"]
+    work = {name: value for name, value in graph.stats().items() if name != "points"}
+    return [
+        {
+            "rows": len(points),
+            "d": d,
+            "graph s": spent["graph"],
+            "statistics s": spent["statistics"],
+            "TD3 step ms": 1e3 * step,
+            "multiple of as many TD3 steps": total / (step * len(points)),
+            **work,
+        }
+    ]
+
+
+def bench_train(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """TD3 on HalfCheetah-v5 at replay ratio 20 from a buffer preloaded to 100K rows."""
+    import gymnasium
+    from tensordict import TensorDict
+
+    points = torch.from_numpy(np.load(args.stream)["points"])[: args.rows]
+    rows = make_rows(len(points), 17, 6)
+    rows["observation"], rows["action"] = points[:, :17].clone(), points[:, 17:].clone()
+    rows["next", "observation"] = points[:, :17].roll(-1, 0)
+    times: dict[str, list[float]] = {"uniform": [], "nmer": []}
+    loops = {}
+    for kind in times:
+        torch.manual_seed(0)
+        env = gymnasium.wrappers.RescaleAction(gymnasium.make("HalfCheetah-v5"), -1.0, 1.0)
+        buffer = make_replay_buffer(kind, capacity=1_000_000, batch_size=100)
+        buffer.extend(rows)
+        agent = TD3(17, 6, hidden=(400, 300))
+        if kind == "nmer":  # lists are made when they are asked for: ask for all before the clock
+            begin = time.perf_counter()
+            for index in tqdm(torch.arange(len(rows)).split(256), desc="lists", mininterval=1):
+                buffer.sampler.neighbors(buffer.storage, index)
+            print(f"making all lists took {time.perf_counter() - begin:.0f} s")
+        loops[kind] = [env, env.reset(seed=0)[0], buffer, agent]
+    for _ in tqdm(range(args.rounds), desc="rounds of 50 steps"):
+        for kind, loop in loops.items():
+            env, observation, buffer, agent = loop
+            begin = time.perf_counter()
+            for _ in range(50):
+                action = agent.act(observation)
+                after, reward, terminated, truncated, _ = env.step(action)
+                flags = {"terminated": terminated, "truncated": truncated, "done": terminated}
+                row = {
+                    "observation": torch.as_tensor(observation, dtype=torch.float32),
+                    "action": torch.as_tensor(action),
+                    "next": TensorDict(
+                        observation=torch.as_tensor(after, dtype=torch.float32),
+                        reward=torch.tensor([reward], dtype=torch.float32),
+                        **{name: torch.tensor([value]) for name, value in flags.items()},
+                    ),
+                }
+                buffer.add(TensorDict(row))
+                observation = env.reset()[0] if terminated or truncated else after
+                for _ in range(20):
+                    agent.update(buffer.sample())
+            times[kind].append(time.perf_counter() - begin)
+            loop[1] = observation
+    totals = {kind: sum(values) for kind, values in times.items()}
+    frames = 50 * args.rounds
+    return [
+        {
+            "replay": kind,
+            "preloaded": len(rows),
+            "frames": frames,
+            "updates": 20 * frames,
+            "ms per frame": 1e3 * totals[kind] / frames,
+            "ratio": totals[kind] / totals["uniform"],
+        }
+        for kind in totals
+    ]
+
+
+def plot(name: str, results: list[dict[str, Any]], path: Path) -> None:
+    """The results as a picture."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+    if name == "upkeep":
+        axes.bar([f"{r['task']}\nd={r['d']}" for r in results], [r["ratio"] for r in results])
+        axes.set_ylabel("upkeep / matrix product")
+    else:
+        columns = ["ratio", "ratio, 64 waiting"]
+        if name == "query":
+            columns = [f"{s} ms" for s in ("graph", "torch", "keops", "faiss", "hnsw")]
+        for task, style in zip(TASKS, ("-", "--", ":"), strict=True):
+            rows = [r for r in results if r["task"] == task]
+            for color, column in enumerate(columns):
+                axes.plot(
+                    [r["rows"] for r in rows],
+                    [r[column] for r in rows],
+                    style,
+                    marker="o",
+                    color=f"C{color}",
+                    label=f"{column.removesuffix(' ms')}, {task}",
+                )
+        axes.set_xscale("log")
+        axes.set_xlabel("rows stored")
+        axes.set_ylabel("NMER / uniform, one sample" if name == "sample" else "ms for 256 queries")
+        if name == "query":
+            axes.set_yscale("log")
+        axes.legend(fontsize=6, ncol=2 if name == "sample" else 3)
+    figure.savefig(path, dpi=150)
+    print(f"plot in {path}")
+
+
+def main() -> None:
+    """Runs one benchmark."""
+    benches = {
+        "sample": bench_sample,
+        "upkeep": bench_upkeep,
+        "query": bench_query,
+        "feed": bench_feed,
+        "train": bench_train,
+    }
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=benches)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 200_000, 10**6])
+    parser.add_argument("--rows", type=int, default=200_000, help="for upkeep and train")
+    parser.add_argument("--stream", type=Path, help="a file of streams.py, for feed and train")
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    args = parser.parse_args()
+    if args.name in ("feed", "train") and args.stream is None:
+        parser.error(f"{args.name} wants --stream; make one with recipes/benchmarks/streams.py")
+    logging.getLogger("torchrl").setLevel(logging.WARNING)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = benches[args.name](args)
+    write_table(results, args.out / f"{args.name}.csv")
+    if args.name in ("sample", "upkeep", "query"):
+        plot(args.name, results, args.out / f"{args.name}.png")
+
+
+if __name__ == "__main__":
+    main()
