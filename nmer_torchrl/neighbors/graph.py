@@ -37,6 +37,7 @@ from nmer_torchrl.neighbors.torch import TorchSearch
 _BLOCK = 128  # arrivals that are worth a sweep
 _TILE = 2**18  # distances that a sweep holds at a time: they stay in the processor's cache
 _GATHER = 2**19  # numbers that are gathered at a time, likewise
+_FEW = 2**16  # numbers that are not worth the trouble
 _SAMPLE = 4_096  # columns that bound the reach of a row without a list
 _RESCORE = 0.001  # drift of the scale after which lists are put into order anew
 _REBUILD = 0.06  # drift of the scale after which lists are made anew
@@ -86,6 +87,7 @@ class NeighborGraph:
         self.table.clear()
         self._allocate(0)
         self._arrivals: list[Tensor] = []
+        self._side: tuple[Tensor, Tensor] | None = None  # see `_arrivals_side`
         self._scale = self._made_under = torch.empty(0)  # the working scale; that of making lists
         self._center = torch.empty(0)
         self._last: Tensor | None = None  # the scale of the last query
@@ -120,6 +122,7 @@ class NeighborGraph:
         fresh = index[~self._waits[index]]
         self._waits[fresh] = True
         self._arrivals.append(fresh)
+        self._side = None
 
     def _grow(self) -> None:
         before = {name: getattr(self, name) for name in _PER_POINT}
@@ -129,14 +132,15 @@ class NeighborGraph:
 
     def _waiting(self) -> Tensor:
         """Positions `[m]` that wait to be inserted."""
-        if len(self._arrivals) != 1:
-            empty = torch.empty(0, dtype=torch.int64, device=self._lists.device)
-            self._arrivals = [torch.cat([empty, *self._arrivals])]
+        if not self._arrivals:
+            return torch.empty(0, dtype=torch.int64, device=self._lists.device)
+        if len(self._arrivals) > 1:
+            self._arrivals = [torch.cat(self._arrivals)]
         return self._arrivals[0]
 
     def _insert(self, arrivals: Tensor) -> None:
         """Takes arrivals out of the lists that hold what they replaced, and offers them to all."""
-        self._arrivals = []
+        self._arrivals, self._side = [], None
         self._waits[arrivals] = False
         if self._stale:
             self._remove(arrivals)
@@ -297,7 +301,11 @@ class NeighborGraph:
     def _direct(self, index: Tensor, others: Tensor) -> Tensor:
         """Squared distances `[q, m]` by differences, float32, under the working scale."""
         points, (q, m), d = self.table.points, others.shape, self.table.points.shape[1]
-        scale, ones = self._scale.to(points.dtype), points.new_ones(d)
+        scale = self._scale.to(points.dtype)
+        if q * m * d < _FEW:
+            difference = (points[others] - points[index].unsqueeze(1)) * scale
+            return difference.square_().sum(-1).float().masked_fill_(others < 0, torch.inf)
+        ones = points.new_ones(d)
         squared = points.new_empty((q, m))
         step = max(_GATHER // (m * d), 1)
         memory = points.new_empty((min(step, q) * m, d))
@@ -337,7 +345,7 @@ class NeighborGraph:
     def _rescore(self, scale: Tensor) -> None:
         """Puts all lists into order under another scale."""
         worst = float((scale / self._scale).min()) ** 2
-        self._scale = scale
+        self._scale, self._side = scale, None
         self._refresh_norms()
         before = after = 0.0
         for rows in torch.arange(self.table.size, device=scale.device).split(8_192):
@@ -358,17 +366,19 @@ class NeighborGraph:
     def query(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
         """See `NeighborSearch.query`."""
         self._follow(scale)
-        if len(self._waiting()) >= _BLOCK:
+        if self._arrivals and len(self._waiting()) >= _BLOCK:
             self._insert(self._waiting())
         if k > self.candidates:
             return self._brute_force(index, k, scale)
         self._build(index)
         if self.exact:
             return self._prove(index, k, scale)
-        lists = self._with_arrivals(index, k) if len(self._waiting()) else self._lists[index, :k]
+        lists = self._lists[index, :k].long()
+        if self._arrivals:
+            lists = self._with_arrivals(index, lists)
         if self._holes:
             lists = lists.masked_fill(~self.table.valid[index].unsqueeze(1), -1)
-        return lists.long()
+        return lists
 
     def _build(self, index: Tensor) -> None:
         """Makes the lists that are asked for and missing, and others with them to fill a block."""
@@ -402,27 +412,37 @@ class NeighborGraph:
             lists = lists.masked_fill(old, -1)
         return lists, distances
 
-    def _with_arrivals(self, index: Tensor, k: int) -> Tensor:
-        """The k nearest `[q, k]` of the lists and of the points that wait."""
-        arrivals = self._waiting()
-        arrivals = arrivals[self.table.valid[arrivals]]
+    def _with_arrivals(self, index: Tensor, lists: Tensor) -> Tensor:
+        """Lists `[q, k]` put right where one that waits is nearer, or has been overwritten."""
+        k = lists.shape[1]
+        shifts, products = self._arrivals_side()
+        distances = torch.addmm(shifts, self.table.points[index].float(), products)
+        nearest_arrival = distances.amin(1) + self._norms[index]  # squared, less rounding
+        doubtful = (nearest_arrival < self._distances[index, k - 1]) | self._waits[index]
         if self._stale:
-            lists, distances = self._candidates(index)
-            distances, lists = nearest(distances, lists, k)
-        else:
-            lists, distances = self._lists[index, :k].long(), self._distances[index, :k]
-        if not len(arrivals):
-            return lists
-        near = torch.cdist(self._centered(index), self._centered(arrivals)).square_()
-        closer = near < distances[:, -1:] * (1 + 1e-3) + 1e-6
-        rows = closer.any(-1).nonzero().squeeze(1)
+            doubtful |= self._waits[lists].any(1)
+        rows = doubtful.nonzero().squeeze(1)
         if len(rows):
-            others = arrivals.expand(len(rows), -1)
-            new = self._direct(index[rows], others)
-            new.masked_fill_(others == index[rows].unsqueeze(1), torch.inf)
-            merged = torch.cat([distances[rows], new], 1)
-            lists[rows] = nearest(merged, torch.cat([lists[rows], others], 1), k)[1]
+            index, arrivals = index[rows], self._waiting().expand(len(rows), -1)
+            listed, known = self._candidates(index)
+            new = self._direct(index, arrivals)
+            absent = (arrivals == index.unsqueeze(1)) | ~self.table.valid[arrivals]
+            new.masked_fill_(absent, torch.inf)
+            merged = torch.cat([known, new], 1)
+            lists[rows] = nearest(merged, torch.cat([listed, arrivals], 1), k)[1]
         return lists
+
+    def _arrivals_side(self) -> tuple[Tensor, Tensor]:
+        """The arrivals' side, `[m]` and `[d, m]`, of lower bounds on squared distances."""
+        if self._side is None:
+            arrivals = self._waiting()
+            centered = self._centered(arrivals)
+            scaled = (centered * self._scale).float()
+            shifts = centered.square().sum(-1) + 2.0 * (scaled @ self._center.float())
+            shifts -= self._product_error(arrivals).amax()
+            shifts.masked_fill_(~self.table.valid[arrivals], torch.inf)
+            self._side = shifts, -2.0 * scaled.T
+        return self._side
 
     def _prove(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
         """Answers under the very scale of the query, each proven or searched again."""
@@ -462,7 +482,8 @@ class NeighborGraph:
             getattr(self, name)[: self.table.size] = state[name]
         for name in _OTHER:
             setattr(self, name, state[name])
-        self._arrivals = [state["arrivals"].clone()]
+        self._arrivals = [state["arrivals"].clone()] if len(state["arrivals"]) else []
+        self._side = None
 
     def _fingerprint(self) -> Tensor:
         """Float64 numbers that tell one table of points from another."""
