@@ -120,8 +120,8 @@ class NeighborPairSampler(_PairSampler):
         k: Number of neighbours to choose from.
 
     Keyword Args:
-        search: `"auto"` (KeOps where the storage is on CUDA, torch elsewhere), `"keops"`,
-            `"torch"`, `"faiss"`, or an object that satisfies `NeighborSearch`.
+        search: `"auto"` (KeOps where the storage is on CUDA, the graph elsewhere), `"graph"`,
+            `"keops"`, `"torch"`, `"faiss"`, or an object that satisfies `NeighborSearch`.
         keys: Entries in which distances are measured; they may be nested and of any shape.
         value_keys: Entries that must be finite, too, for a row to be a partner: what the transform
             mixes beyond `keys`.
