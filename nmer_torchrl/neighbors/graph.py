@@ -40,9 +40,13 @@ _GATHER = 2**19  # numbers that are gathered at a time, likewise
 _FEW = 2**16  # numbers that are not worth the trouble
 _SAMPLE = 4_096  # columns that bound the reach of a row without a list
 _RESCORE = 0.001  # drift of the scale after which lists are put into order anew
+_REORDER = 0.02  # drift of the scale after which whole lists are put into order, not just heads
 _REBUILD = 0.06  # drift of the scale after which lists are made anew
 _PER_POINT = ("_lists", "_distances", "_reach", "_norms", "_listed", "_waits")
-_OTHER = ("_scale", "_made_under", "_center", "_doubt", "_stale", "_holes", "_counts")
+_OTHER = (
+    *("_scale", "_ordered_under", "_made_under", "_center"),
+    *("_doubt", "_stale", "_holes", "_counts"),
+)
 _SAFETY = 1.0 - 1e-5  # float32 rounding of stored distances
 
 
@@ -88,7 +92,8 @@ class NeighborGraph:
         self._allocate(0)
         self._arrivals: list[Tensor] = []
         self._side: tuple[Tensor, Tensor] | None = None  # see `_arrivals_side`
-        self._scale = self._made_under = torch.empty(0)  # the working scale; that of making lists
+        self._scale = torch.empty(0)  # the working scale
+        self._ordered_under = self._made_under = self._scale  # when whole lists were; when made
         self._center = torch.empty(0)
         self._last: Tensor | None = None  # the scale of the last query
         self._doubt = 1.0  # the worst that drift can have done to a reach
@@ -326,7 +331,7 @@ class NeighborGraph:
         self._last = scale
         current = scale.to(self.table.points.device, torch.float64)
         if not len(self._scale):
-            self._scale = self._made_under = current
+            self._scale = self._made_under = self._ordered_under = current
             self._refresh_norms()
         elif _drift(current, self._scale) > _RESCORE:
             again = _drift(current, self._made_under) > _REBUILD
@@ -348,14 +353,20 @@ class NeighborGraph:
         self._scale, self._side = scale, None
         self._refresh_norms()
         before = after = 0.0
+        head = self.candidates
+        if _drift(scale, self._ordered_under) < _REORDER:
+            head = min(self.k + 6, head)  # none from farther down has come among the first k
+        else:
+            self._ordered_under = scale
         for rows in torch.arange(self.table.size, device=scale.device).split(8_192):
-            lists = self._lists[rows].long()
+            lists, old = self._lists[rows, :head].long(), self._distances[rows, :head]
             new = self._direct(rows, lists)
-            before += float(self._distances[rows].masked_fill(lists < 0, 0.0).sum())
+            before += float(old.masked_fill(lists < 0, 0.0).sum())
             after += float(new.masked_fill(lists < 0, 0.0).sum())
-            self._distances[rows], order = new.sort(1)
-            self._lists[rows] = lists.gather(1, order).int()
+            self._distances[rows, :head], order = new.sort(1)
+            self._lists[rows, :head] = lists.gather(1, order).int()
         typical = after / before if before > 0 else 1.0
+        self._distances[:, head:].mul_(typical)
         self._reach.mul_(typical)
         self._listed &= self._distances[:, self.k - 1] <= self._reach
         self._doubt *= min(worst / typical, 1.0)
