@@ -45,7 +45,7 @@ _REBUILD = 0.06  # drift of the scale after which lists are made anew
 _PER_POINT = ("_lists", "_distances", "_reach", "_norms", "_listed", "_waits")
 _OTHER = (
     *("_scale", "_ordered_under", "_made_under", "_center"),
-    *("_doubt", "_stale", "_holes", "_counts"),
+    *("_largest", "_doubt", "_stale", "_holes", "_counts"),
 )
 _SAFETY = 1.0 - 1e-5  # float32 rounding of stored distances
 
@@ -95,6 +95,8 @@ class NeighborGraph:
         self._scale = torch.empty(0)  # the working scale
         self._ordered_under = self._made_under = self._scale  # when whole lists were; when made
         self._center = torch.empty(0)
+        self._largest = 0.0  # the largest squared norm relative to the center
+        self._sample: Tensor | None = None  # positions all over the table, for first bounds
         self._last: Tensor | None = None  # the scale of the last query
         self._doubt = 1.0  # the worst that drift can have done to a reach
         self._stale = False  # whether lists may hold points that have been overwritten
@@ -145,7 +147,7 @@ class NeighborGraph:
 
     def _insert(self, arrivals: Tensor) -> None:
         """Takes arrivals out of the lists that hold what they replaced, and offers them to all."""
-        self._arrivals, self._side = [], None
+        self._arrivals, self._side, self._sample = [], None, None
         self._waits[arrivals] = False
         if self._stale:
             self._remove(arrivals)
@@ -153,7 +155,7 @@ class NeighborGraph:
         self._counts["inserted"] += len(new)
         many = 2 * len(new) > int(self._listed.sum())
         for block in new.split(_BLOCK):
-            self._norms[block] = self._centered(block).square().sum(-1)
+            self._set_norms(block)
             if not many:
                 self._make_lists(block, self._first_bound(block), offer=True)
         if many:  # making lists when they are asked for costs less
@@ -182,7 +184,8 @@ class NeighborGraph:
 
     def _centered(self, index: Tensor) -> Tensor:
         """Points `[n, d]` relative to the center, under the working scale, float32."""
-        return ((self.table.points[index] - self._center) * self._scale).float()
+        points = self.table.points
+        return ((points[index] - self._center) * self._scale.to(points.dtype)).float()
 
     def _make_lists(self, rows: Tensor, bound: Tensor, *, offer: bool) -> None:
         """Makes the lists of `[m]` rows, given bounds on their reach; offers the rows to others."""
@@ -232,12 +235,10 @@ class NeighborGraph:
 
     def _product_error(self, rows: Tensor) -> Tensor:
         """A bound `[m]` on the rounding of a sweep's squared distances."""
-        norms = self._norms[: self.table.size]
-        largest = norms.masked_fill(norms.isinf(), 0.0).amax().sqrt()
-        raw = largest + (self._center * self._scale).norm().float()
+        largest = self._largest**0.5
+        raw = largest + float((self._center * self._scale).norm())
         length = self._centered(rows).norm(dim=-1)
-        terms = length * raw + length.square() + largest.square()
-        return relative_error(self._scale.shape[0]) * terms
+        return relative_error(len(self._scale)) * (length * (raw + length) + largest**2)
 
     def _first_bound(self, rows: Tensor) -> Tensor:
         """An upper bound `[m]` on the squared distance of the C-th neighbour of each row.
@@ -245,10 +246,13 @@ class NeighborGraph:
         From some columns all over the table, and then from the lists of the nearest ones found.
         """
         c = self.candidates
-        columns = (self._listed & self._norms.isfinite()).nonzero().squeeze(1)
-        if len(columns) < _SAMPLE // 4:
-            columns = self._norms.isfinite().nonzero().squeeze(1)
-        columns = columns[:: max(len(columns) // _SAMPLE, 1)]
+        if self._sample is None:
+            inside = self._norms.isfinite()
+            columns = (inside & self._listed).nonzero().squeeze(1)
+            if len(columns) < _SAMPLE // 4:
+                columns = inside.nonzero().squeeze(1)
+            self._sample = columns[:: max(len(columns) // _SAMPLE, 1)]
+        columns = self._sample[self._norms[self._sample].isfinite()]
         if len(columns) <= c:
             return torch.full((len(rows),), torch.inf, device=rows.device)
         distances = torch.cdist(self._centered(rows), self._centered(columns)).square_()
@@ -343,9 +347,16 @@ class NeighborGraph:
 
     def _refresh_norms(self) -> None:
         points, valid = self.table.rows()
-        self._center = points.sum(0, dtype=torch.float64) / max(int(valid.sum()), 1)
+        center = points.sum(0, dtype=torch.float64) / max(int(valid.sum()), 1)
+        self._center, self._largest = center.to(points.dtype), 0.0
         for rows in self._norms[: len(points)].isfinite().nonzero().squeeze(1).split(65_536):
-            self._norms[rows] = self._centered(rows).square().sum(-1)
+            self._set_norms(rows)
+
+    def _set_norms(self, rows: Tensor) -> None:
+        norms = self._centered(rows).square().sum(-1)
+        self._norms[rows] = norms
+        if len(norms):
+            self._largest = max(self._largest, float(norms.amax()))
 
     def _rescore(self, scale: Tensor) -> None:
         """Puts all lists into order under another scale."""
@@ -401,7 +412,7 @@ class NeighborGraph:
         if not len(missing):
             return
         if len(missing) < _BLOCK:
-            unlisted = self._norms.isfinite() & ~self._listed
+            unlisted = self.table.valid & ~self._listed
             unlisted[missing] = False
             more = unlisted.nonzero().squeeze(1)[: _BLOCK - len(missing)]
             missing = torch.cat([missing, more])
@@ -413,6 +424,8 @@ class NeighborGraph:
                 bound = torch.minimum(bound, self._first_bound(block))
             self._make_lists(block, bound, offer=False)
             self._counts["built"] += len(block)
+            if self._counts["built"] % _SAMPLE < len(block):
+                self._sample = None  # more lists to sample from
 
     def _candidates(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Lists `[q, C]` without points that have been overwritten, and their distances."""
