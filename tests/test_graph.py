@@ -330,3 +330,59 @@ def test_a_state_of_other_points_is_not_taken_up():
 def test_too_few_candidates_are_refused():
     with pytest.raises(ValueError, match="candidates=5 leaves no room for k=10"):
         NeighborGraph(k=10, candidates=5)
+
+
+def test_fewer_points_than_a_list_holds_among_empty_positions():
+    points = torch.full((215, 3), torch.nan)
+    points[:20] = torch.randn(20, 3)
+    for exact in (False, True):
+        graph = NeighborGraph(k=10, exact=exact)
+        scale = torch.ones(3, dtype=torch.float64)
+        graph.write(torch.arange(200), points[:200])
+        graph.query(torch.arange(20), 10, scale)
+        points[200:] = torch.randn(15, 3) + 5
+        graph.write(torch.arange(200, 215), points[200:])
+        index = torch.cat([torch.arange(20), torch.arange(200, 215)])
+        assert_neighbors(points, index, graph.query(index, 10, scale), scale)
+
+
+def test_lists_longer_than_the_buffer():
+    points = walk(260)
+    for exact in (False, True):
+        graph = NeighborGraph(k=50, exact=exact)
+        scale = torch.ones(6, dtype=torch.float64)
+        for start, stop in ((0, 140), (140, 200), (200, 260)):
+            graph.write(torch.arange(start, stop), points[start:stop])
+            index = torch.arange(stop)
+            assert_neighbors(points[:stop], index, graph.query(index, 50, scale), scale)
+
+
+def test_constant_dimensions_do_not_hide_drift():
+    points = torch.zeros(1_000, 352)
+    points[:, :2] = torch.randn(1_000, 2)
+    graph = NeighborGraph(k=10)
+    graph.write(torch.arange(1_000), points)
+    scale = torch.ones(352, dtype=torch.float64)
+    scale[:2] = 1 / points[:, :2].double().std(0)
+    graph.query(torch.arange(1_000), 10, scale)
+    scale = scale.clone()
+    scale[0] *= 2.5
+    index = torch.arange(300)
+    assert recall(points, index, graph.query(index, 10, scale), scale) >= 0.999
+
+
+def test_lists_whose_entries_were_overwritten_are_made_whole():
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn((400, 3), generator=generator)
+    graph = NeighborGraph(k=10)
+    graph.write(torch.arange(400), points)
+    graph.query(torch.arange(400), 10, torch.ones(3, dtype=torch.float64))
+    for turn in range(30):  # drift makes lists anew while some of their entries wait
+        where = torch.randperm(400, generator=generator)[:100]
+        points[where] = torch.randn((100, 3), generator=generator)
+        graph.write(where, points[where])
+        scale = torch.tensor([1.0, 1.0, 1.0 + 0.5 * (turn % 3)], dtype=torch.float64)
+        index = torch.arange(400)
+        neighbors = graph.query(index, 10, scale)
+        assert (neighbors >= 0).all()
+        assert recall(points, index, neighbors, scale) >= 0.999

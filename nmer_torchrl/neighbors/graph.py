@@ -190,12 +190,15 @@ class NeighborGraph:
     def _make_lists(self, rows: Tensor, bound: Tensor, *, offer: bool) -> None:
         """Makes the lists of `[m]` rows, given bounds on their reach; offers the rows to others."""
         error = self._product_error(rows)
-        reach = torch.where(self._listed, self._reach, -torch.inf)
-        row, column, distance = self._sweep(rows, bound, reach if offer else None, error)
+        # Where anything is within reach, a number that no distance exceeds does the same.
+        far = 1.01 * (float(self._centered(rows).norm(dim=-1).amax()) + self._largest**0.5) ** 2 + 1
+        limit = bound.clamp_max(far)
+        reach = torch.where(self._listed, self._reach.clamp_max(far), -torch.inf)
+        row, column, distance = self._sweep(rows, limit, reach if offer else None, error)
         if offer:
             taken = distance < reach[column] + error[row]
             self._offer(rows[row[taken]], column[taken])
-        mine = (distance < bound[row] + error[row]) & (column != rows[row])
+        mine = (distance < limit[row] + error[row]) & (column != rows[row])
         self._keep_nearest(rows, bound, error, row[mine], column[mine], distance[mine])
 
     def _sweep(
@@ -407,6 +410,9 @@ class NeighborGraph:
         listed = self._listed[index]
         if listed.all():
             return
+        if len(self._waiting()) >= _BLOCK // 4 and self._waits[index].any():
+            self._insert(self._waiting())  # no more work than to make a list for one that waits
+            listed = self._listed[index]
         missing = index[~listed].unique()
         missing = missing[self.table.valid[missing]]
         if not len(missing):
@@ -418,9 +424,8 @@ class NeighborGraph:
             missing = torch.cat([missing, more])
         for block in missing.split(2 * _BLOCK):
             # A list that was made under another scale still bounds the one to be made.
-            known = self._distances[block, -1]
-            bound = torch.where(known.isfinite(), known * (1 + 1e-5), torch.inf)
-            if not known.isfinite().all():
+            bound = self._candidates(block)[1].amax(1) * (1 + 1e-5)
+            if not bound.isfinite().all():
                 bound = torch.minimum(bound, self._first_bound(block))
             self._make_lists(block, bound, offer=False)
             self._counts["built"] += len(block)
@@ -540,8 +545,12 @@ def _make_graph(k: int, candidates: int, exact: bool) -> NeighborGraph:
 
 
 def _drift(scale: Tensor, other: Tensor) -> float:
-    """How differently two scales weigh the dimensions: the spread of their log-ratios."""
-    return float((scale / other).log().std(correction=0))
+    """How differently two scales weigh the dimensions: the spread of their log-ratios.
+
+    Constant dimensions, whose scale is 1 by rule, have no part in any distance.
+    """
+    varying = (scale != 1.0) | (other != 1.0)
+    return float((scale / other)[varying].log().std(correction=0)) if varying.any() else 0.0
 
 
 def _by_row(rows: Tensor, columns: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
