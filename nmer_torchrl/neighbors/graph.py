@@ -44,7 +44,7 @@ _REORDER = 0.02  # drift of the scale after which whole lists are put into order
 _REBUILD = 0.06  # drift of the scale after which lists are made anew
 _PER_POINT = ("_lists", "_distances", "_reach", "_norms", "_listed", "_waits")
 _OTHER = (
-    *("_scale", "_ordered_under", "_made_under", "_center"),
+    *("_scale", "_ordered_under", "_made_under", "_center", "_varies"),
     *("_largest", "_doubt", "_stale", "_holes", "_counts"),
 )
 _SAFETY = 1.0 - 1e-5  # float32 rounding of stored distances
@@ -94,7 +94,7 @@ class NeighborGraph:
         self._side: tuple[Tensor, Tensor] | None = None  # see `_arrivals_side`
         self._scale = torch.empty(0)  # the working scale
         self._ordered_under = self._made_under = self._scale  # when whole lists were; when made
-        self._center = torch.empty(0)
+        self._center = self._varies = torch.empty(0)
         self._largest = 0.0  # the largest squared norm relative to the center
         self._sample: Tensor | None = None  # positions all over the table, for first bounds
         self._last: Tensor | None = None  # the scale of the last query
@@ -340,18 +340,27 @@ class NeighborGraph:
         if not len(self._scale):
             self._scale = self._made_under = self._ordered_under = current
             self._refresh_norms()
-        elif _drift(current, self._scale) > _RESCORE:
-            again = _drift(current, self._made_under) > _REBUILD
+        elif self._drift(current, self._scale) > _RESCORE:
+            again = self._drift(current, self._made_under) > _REBUILD
             self._rescore(current)
             if again:
                 self._made_under, self._doubt = current, 1.0
                 self._listed.zero_()
                 self._counts["rebuilt"] += 1
 
+    def _drift(self, scale: Tensor, other: Tensor) -> float:
+        """How differently two scales weigh the dimensions: the spread of their log-ratios.
+
+        Dimensions in which all points agree have no part in any distance, and none in this.
+        """
+        counts = self._varies | (scale != other)
+        return float((scale / other)[counts].log().std(correction=0)) if counts.any() else 0.0
+
     def _refresh_norms(self) -> None:
         points, valid = self.table.rows()
         center = points.sum(0, dtype=torch.float64) / max(int(valid.sum()), 1)
         self._center, self._largest = center.to(points.dtype), 0.0
+        self._varies = points.amax(0) != points.amin(0)
         for rows in self._norms[: len(points)].isfinite().nonzero().squeeze(1).split(65_536):
             self._set_norms(rows)
 
@@ -368,7 +377,7 @@ class NeighborGraph:
         self._refresh_norms()
         before = after = 0.0
         head = self.candidates
-        if _drift(scale, self._ordered_under) < _REORDER:
+        if self._drift(scale, self._ordered_under) < _REORDER:
             head = min(self.k + 6, head)  # none from farther down has come among the first k
         else:
             self._ordered_under = scale
@@ -542,15 +551,6 @@ class NeighborGraph:
 
 def _make_graph(k: int, candidates: int, exact: bool) -> NeighborGraph:
     return NeighborGraph(k, candidates=candidates, exact=exact)
-
-
-def _drift(scale: Tensor, other: Tensor) -> float:
-    """How differently two scales weigh the dimensions: the spread of their log-ratios.
-
-    Constant dimensions, whose scale is 1 by rule, have no part in any distance.
-    """
-    varying = (scale != 1.0) | (other != 1.0)
-    return float((scale / other)[varying].log().std(correction=0)) if varying.any() else 0.0
 
 
 def _by_row(rows: Tensor, columns: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
