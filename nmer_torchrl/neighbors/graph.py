@@ -45,7 +45,7 @@ _REBUILD = 0.06  # drift of the scale after which lists are made anew
 _PER_POINT = ("_lists", "_distances", "_reach", "_norms", "_listed", "_waits")
 _OTHER = (
     *("_scale", "_ordered_under", "_made_under", "_center", "_varies"),
-    *("_largest", "_doubt", "_stale", "_holes", "_counts"),
+    *("_largest", "_offset", "_doubt", "_stale", "_holes", "_counts"),
 )
 _SAFETY = 1.0 - 1e-5  # float32 rounding of stored distances
 
@@ -96,6 +96,7 @@ class NeighborGraph:
         self._ordered_under = self._made_under = self._scale  # when whole lists were; when made
         self._center = self._varies = torch.empty(0)
         self._largest = 0.0  # the largest squared norm relative to the center
+        self._offset = 0.0  # the norm of the center
         self._sample: Tensor | None = None  # positions all over the table, for first bounds
         self._last: Tensor | None = None  # the scale of the last query
         self._doubt = 1.0  # the worst that drift can have done to a reach
@@ -182,7 +183,7 @@ class NeighborGraph:
 
     # -- sweeping ----------------------------------------------------------------------------------
 
-    def _centered(self, index: Tensor) -> Tensor:
+    def _centered(self, index: Tensor | slice) -> Tensor:
         """Points `[n, d]` relative to the center, under the working scale, float32."""
         points = self.table.points
         return ((points[index] - self._center) * self._scale.to(points.dtype)).float()
@@ -206,16 +207,11 @@ class NeighborGraph:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Pairs `[h]` nearer than the row's bound or the column's reach, and how near, squared.
 
-        With `a` and `b` relative to a center, `|a - b|**2 = |a|**2 + |b|**2 - 2ab`. Only the row's
-        side is shifted, so that stored points go into the product as they are. One tile of it is
-        held at a time, in memory that is used again: fresh memory would cost more than the product.
+        One tile of the product is held at a time, in memory that is used again: fresh memory would
+        cost more than the product.
         """
-        size, table = self.table.size, self.table.points
-        left = self._centered(rows)
-        norms = left.square().sum(-1)
-        left = (left * self._scale).float()
-        norms = norms + 2.0 * (left @ self._center.float())
-        left = -2.0 * left
+        size = self.table.size
+        norms, left = self._left(rows)
         limit, shift = bound.unsqueeze(1), (error - norms).unsqueeze(1)
         step = max(_TILE // len(rows), 512)
         memory = torch.empty(2, len(rows) * step, device=left.device)
@@ -223,7 +219,8 @@ class NeighborGraph:
         for start in range(0, size, step):
             stop = min(start + step, size)
             products, limits = memory[:, : len(rows) * (stop - start)].view(2, len(rows), -1)
-            torch.addmm(self._norms[start:stop], left, table[start:stop].float().T, out=products)
+            tile = slice(start, stop)
+            torch.addmm(self._norms[tile], left, self._right(tile).T, out=products)
             if reach is None:
                 products -= limit + shift
             else:
@@ -236,12 +233,33 @@ class NeighborGraph:
         limits = bound[row] if reach is None else torch.maximum(bound[row], reach[column])
         return row, column, distance + limits + error[row]
 
+    def _left(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers `[m]` and vectors `[m, d]` that give squared distances with `_right`.
+
+        With `a` and `b` relative to a center, `|a - b|**2 = |a|**2 + |b|**2 - 2ab`. Only this side
+        is shifted, so that stored points go into the product as they are, unless they are too far
+        from the origin for that.
+        """
+        left = self._centered(rows)
+        norms = left.square().sum(-1)
+        if not self._remote():
+            left = (left * self._scale).float()
+            norms = norms + 2.0 * (left @ self._center.float())
+        return norms, -2.0 * left
+
+    def _right(self, index: Tensor | slice) -> Tensor:
+        return self._centered(index) if self._remote() else self.table.points[index].float()
+
     def _product_error(self, rows: Tensor) -> Tensor:
         """A bound `[m]` on the rounding of a sweep's squared distances."""
         largest = self._largest**0.5
-        raw = largest + float((self._center * self._scale).norm())
+        raw = largest + (0.0 if self._remote() else self._offset)
         length = self._centered(rows).norm(dim=-1)
         return relative_error(len(self._scale)) * (length * (raw + length) + largest**2)
+
+    def _remote(self) -> bool:
+        """Whether the origin is so far off, by the spread of the points, that rounding tells."""
+        return self._offset > 100.0 * (1.0 + self._largest**0.5)
 
     def _first_bound(self, rows: Tensor) -> Tensor:
         """An upper bound `[m]` on the squared distance of the C-th neighbour of each row.
@@ -360,6 +378,7 @@ class NeighborGraph:
         points, valid = self.table.rows()
         center = points.sum(0, dtype=torch.float64) / max(int(valid.sum()), 1)
         self._center, self._largest = center.to(points.dtype), 0.0
+        self._offset = float((center * self._scale).norm())
         self._varies = points.amax(0) != points.amin(0)
         for rows in self._norms[: len(points)].isfinite().nonzero().squeeze(1).split(65_536):
             self._set_norms(rows)
@@ -453,8 +472,8 @@ class NeighborGraph:
     def _with_arrivals(self, index: Tensor, lists: Tensor) -> Tensor:
         """Lists `[q, k]` put right where one that waits is nearer, or has been overwritten."""
         k = lists.shape[1]
-        shifts, products = self._arrivals_side()
-        distances = torch.addmm(shifts, self.table.points[index].float(), products)
+        norms, left = self._arrivals_side()
+        distances = torch.addmm(norms, self._right(index), left.T)
         nearest_arrival = distances.amin(1) + self._norms[index]  # squared, less rounding
         doubtful = (nearest_arrival < self._distances[index, k - 1]) | self._waits[index]
         if self._stale:
@@ -471,15 +490,12 @@ class NeighborGraph:
         return lists
 
     def _arrivals_side(self) -> tuple[Tensor, Tensor]:
-        """The arrivals' side, `[m]` and `[d, m]`, of lower bounds on squared distances."""
+        """The arrivals' side, as of `_left`, of lower bounds on squared distances."""
         if self._side is None:
             arrivals = self._waiting()
-            centered = self._centered(arrivals)
-            scaled = (centered * self._scale).float()
-            shifts = centered.square().sum(-1) + 2.0 * (scaled @ self._center.float())
-            shifts -= self._product_error(arrivals).amax()
-            shifts.masked_fill_(~self.table.valid[arrivals], torch.inf)
-            self._side = shifts, -2.0 * scaled.T
+            norms, left = self._left(arrivals)
+            norms = norms - self._product_error(arrivals).amax()
+            self._side = norms.masked_fill_(~self.table.valid[arrivals], torch.inf), left
         return self._side
 
     def _prove(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
