@@ -92,6 +92,11 @@ def make_replay_buffer(
                 f"A {kind!r} buffer has no use for {name}={value!r}; leave it out. "
                 f"Of the arguments that depend on the kind it takes {uses}."
             )
+    for name, count in (("capacity", capacity), ("batch_size", batch_size)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(
+                f"{name}={count!r}, but it is a number of rows: an integer, at least 1."
+            )
     storage = _make_storage(capacity, device, storage)
 
     sampler: Sampler = RandomSampler()
@@ -128,8 +133,6 @@ def make_replay_buffer(
 def _make_storage(
     capacity: int, device: torch.device | str | None, storage: Storage | None
 ) -> Storage:
-    if capacity < 1:
-        raise ValueError(f"capacity={capacity}, but a buffer holds at least 1 row.")
     if storage is None:
         return LazyTensorStorage(capacity, device=device or "cpu")
     if storage.max_size != capacity:

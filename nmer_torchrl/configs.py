@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from tensordict import NestedKey
 from torchrl.trainers.algorithms.configs.data import SamplerConfig
 from torchrl.trainers.algorithms.configs.transforms import TransformConfig
 
@@ -28,7 +29,7 @@ class NeighborPairSamplerConfig(SamplerConfig):
     """
 
     k: int = 10
-    search: str = "auto"
+    search: Any = "auto"
     keys: Any = None
     value_keys: Any = None
     _target_: str = "nmer_torchrl.configs._make_neighbor_pair_sampler"
@@ -66,17 +67,19 @@ class PairMixupConfig(TransformConfig):
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    """The options that were given; Hydra's lists within lists as nested keys."""
+    """The keys that were given; Hydra's lists within lists as nested keys."""
     return {
-        name: [tuple(key) if not isinstance(key, str) else key for key in value]
-        if name.endswith("keys")
-        else value
+        name: value if isinstance(value, str) else [_key(key) for key in value]
         for name, value in options.items()
         if value is not None
     }
 
 
-def _make_neighbor_pair_sampler(k: int, search: str, **keys: Any) -> NeighborPairSampler:
+def _key(key: Any) -> NestedKey:
+    return key if isinstance(key, str) else tuple(key)
+
+
+def _make_neighbor_pair_sampler(k: int, search: Any, **keys: Any) -> NeighborPairSampler:
     return NeighborPairSampler(k, search=search, **_given(**keys))
 
 
@@ -85,9 +88,10 @@ def _make_random_pair_sampler(**keys: Any) -> RandomPairSampler:
 
 
 def _make_pair_mixup(alpha: float, mix_keys: Any, terminated_key: Any) -> PairMixup:
-    if terminated_key is not None and not isinstance(terminated_key, str):
-        terminated_key = tuple(terminated_key)
-    return PairMixup(alpha, **_given(mix_keys=mix_keys, terminated_key=terminated_key))
+    options = _given(mix_keys=mix_keys)
+    if terminated_key is not None:
+        options["terminated_key"] = _key(terminated_key)
+    return PairMixup(alpha, **options)
 
 
 def register() -> None:

@@ -14,7 +14,7 @@ def sample_beta(
     device: torch.device | None = None,
 ) -> Tensor:
     """Weights `w ~ Beta(alpha, alpha)` of the given shape, float32."""
-    if alpha < 0.5:
+    if not 0.5 <= alpha <= 1e6:
         return _sample_beta_by_logarithms(alpha, shape, generator, device)
     # torch.distributions.Beta takes no generator; the draw beneath it does.
     first, second = torch._standard_gamma(
@@ -29,7 +29,7 @@ def _sample_beta_by_logarithms(
     generator: torch.Generator | None,
     device: torch.device | None,
 ) -> Tensor:
-    """The same where gamma draws underflow, by `Gamma(a) = Gamma(a + 1) * U ** (1 / a)`."""
+    """The same where gamma draws leave float32, by `Gamma(a) = Gamma(a + 1) * U ** (1 / a)`."""
     concentration = torch.full((2, *shape), alpha + 1.0, dtype=torch.float64, device=device)
     gamma = torch._standard_gamma(concentration, generator=generator)
     uniform = torch.rand((2, *shape), generator=generator, dtype=torch.float64, device=device)

@@ -34,6 +34,11 @@ def get_entry(data: TensorDictBase, key: NestedKey) -> Tensor:
     if entry is None:
         known = ", ".join(sorted(repr(k) for k in data.keys(True, True)))
         raise KeyError(f"There is no entry {key!r}; the entries are {known}.")
+    if not isinstance(entry, Tensor):
+        raise ValueError(
+            f"{key!r} is not a tensor but a {type(entry).__name__}; name what is in it by a tuple "
+            f"within the sequence of keys, such as [({key!r}, ...)] for a nested entry."
+        )
     return entry
 
 

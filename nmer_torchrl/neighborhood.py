@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,15 @@ from torchrl.data.replay_buffers import Storage
 from nmer_torchrl.neighbors import NeighborSearch, PointTable, check_search, make_search
 from nmer_torchrl.rows import StoredRows
 from nmer_torchrl.standardize import RunningStandardizer
+
+# Whom a search serves, by the search's id: a neighborhood keeps its search alive, so ids hold.
+_SERVES: weakref.WeakValueDictionary[int, Neighborhood] = weakref.WeakValueDictionary()
+
+
+def check_k(k: int) -> None:
+    """Raises if this is not a number of neighbours."""
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ValueError(f"k={k!r}, but the number of neighbours is an integer, at least 1.")
 
 
 class Neighborhood:
@@ -32,8 +42,7 @@ class Neighborhood:
         keys: Sequence[NestedKey],
         value_keys: Sequence[NestedKey],
     ) -> None:
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ValueError(f"k={k!r}, but the number of neighbours is an integer, at least 1.")
+        check_k(k)
         check_search(search)
         self.k = k
         self._chosen = search
@@ -77,6 +86,11 @@ class Neighborhood:
         """Positions `[q]` to `[q, k]`, nearest first, padded with -1; after `synchronize`."""
         assert self.search is not None  # there is at least one row
         assert self.statistics is not None
+        if _SERVES.get(id(self.search)) is not self:
+            raise RuntimeError(
+                f"The {type(self.search).__name__} of this sampler has since been put to use by "
+                "another one, which replaced its points; give each sampler a search of its own."
+            )
         return self.search.query(index, self.k if k is None else k, self.statistics.scale)
 
     def synchronize(self, storage: Storage) -> None:
@@ -96,9 +110,12 @@ class Neighborhood:
     def _take(self, index: Tensor, points: Tensor, length: int) -> None:
         if self.search is None or self.statistics is None:
             self.search = make_search(self._chosen, self.k, points.device)
+            self.search.clear()  # an object may have served before
+            _SERVES[id(self.search)] = self
             self.statistics = RunningStandardizer(points.shape[1])
             # Our own searches hold the points already; for another we keep them ourselves.
-            self._table = getattr(self.search, "table", self._table)
+            table = getattr(self.search, "table", None)
+            self._table = table if isinstance(table, PointTable) else PointTable()
         usable = points.isfinite().all(-1)
         self._warn(index[~usable & (index < length)])
         before, was_usable = self._table.read(index, points.shape[1])

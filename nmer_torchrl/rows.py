@@ -60,7 +60,8 @@ class StoredRows:
         """The buffer is about to confirm a write at these positions."""
         if self._revision is None or storage is None or not self.follows(storage):
             return  # everything will be read anyway
-        self._announced.append(torch.as_tensor(index).reshape(-1))
+        index = torch.as_tensor(index).reshape(-1)
+        self._announced.append(index[index >= 0])  # a writer that declines a row announces -1
         if len(self._announced) > _MANY:
             self._announced = [torch.cat(self._announced).unique()]
         now = _compat.revision(storage)
@@ -84,7 +85,9 @@ class StoredRows:
         data = stored_entries(storage)
         self.device = data.device or next(iter(data.values(True, True))).device
         if followed and revision == self._revision:
-            changed = torch.cat(self._announced).unique().to(self.device)
+            # Rows may come into sight that no one announced: those that a storage held before.
+            appeared = torch.arange(self.length, length)
+            changed = torch.cat([*self._announced, appeared]).unique().to(self.device)
         else:
             changed = torch.arange(max(length, self.length), device=self.device)
         self._storage, self.length = weakref.ref(storage), max(length, self.length)

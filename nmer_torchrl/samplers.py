@@ -21,7 +21,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from nmer_torchrl import _compat
 from nmer_torchrl.functional import choose_neighbor, choose_other
 from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS
-from nmer_torchrl.neighborhood import Neighborhood
+from nmer_torchrl.neighborhood import Neighborhood, check_k
 from nmer_torchrl.neighbors import NeighborSearch
 from nmer_torchrl.rows import StoredRows, check_layout
 
@@ -177,6 +177,14 @@ class NeighborPairSampler(_PairSampler):
         fewer than k others are stored.
         """
         index = torch.as_tensor(index)
+        if index.ndim != 1 or index.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"Positions are a vector of integers, but `index` is {index.dtype} of shape "
+                f"{tuple(index.shape)}; give an int64 tensor of one dimension."
+            )
+        index = index.long()
+        if k is not None:
+            check_k(k)
         outside = (index < 0) | (index >= len(storage))
         if outside.any():
             raise IndexError(

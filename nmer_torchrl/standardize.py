@@ -12,7 +12,7 @@ from torch import Tensor
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 _SPLIT = 2.0**27 + 1.0  # Dekker's constant for float64
-_CONSTANT = 1e-8  # a spread below this share of the largest magnitude seen is rounding
+_CONSTANT = 1e-8  # a spread below this share of the root mean square is rounding
 _CHUNK = 65_536
 
 
@@ -49,7 +49,6 @@ class RunningStandardizer:
         self._shift: Array | None = None  # a point near the data, set by the first update
         self._sum = np.zeros((2, self.d))  # rows: sum of y and sum of y**2, with y = x - shift
         self._rest = np.zeros((2, self.d))  # what float64 could not hold of them
-        self._largest = np.zeros(self.d)
         self._moments: tuple[Tensor, Tensor, Tensor] | None = None
 
     def update(self, added: Tensor, removed: Tensor | None = None) -> None:
@@ -66,10 +65,15 @@ class RunningStandardizer:
                 f"{len(removed)} points are to be removed, "
                 f"but only {self.count + len(added)} are there."
             )
-        for chunk in added.split(_CHUNK):
-            self._accumulate(chunk, 1.0)
-        for chunk in removed.split(_CHUNK):
-            self._accumulate(chunk, -1.0)
+        before = self._shift, self._sum, self._rest
+        try:
+            for chunk in added.split(_CHUNK):
+                self._accumulate(chunk, 1.0)
+            for chunk in removed.split(_CHUNK):
+                self._accumulate(chunk, -1.0)
+        except ValueError:
+            self._shift, self._sum, self._rest = before
+            raise
         self.count += len(added) - len(removed)
         self._moments = None
 
@@ -77,19 +81,21 @@ class RunningStandardizer:
         if not len(points):
             return
         x: Array = points.detach().cpu().numpy().astype(np.float64)
+        if not np.isfinite(x).all():
+            raise ValueError(
+                "RunningStandardizer was given a non-finite number; leave such points out."
+            )
         if self._shift is None:
-            # In float32, so that differences to float32 data are exact and any order of updates
-            # gives the same sums.
-            self._shift = x.mean(0).astype(np.float32).astype(np.float64)
-        if sign > 0:
-            self._largest = np.maximum(self._largest, np.abs(x).max(0))
+            self._shift = x.mean(0)
         values = np.empty((len(x), 2, self.d))
-        rests = np.zeros_like(values)
-        values[:, 0] = y = x - self._shift
+        rests = np.empty_like(values)
+        y, rest = _two_sum(x, -self._shift)
+        values[:, 0], rests[:, 0] = y, rest
         values[:, 1], rests[:, 1] = _exact_product(y, y)
+        rests[:, 1] += 2.0 * y * rest
         total, rest = _exact_sum(values, rests)
         self._sum, error = _two_sum(self._sum, sign * total)
-        self._rest += error + sign * rest
+        self._rest = self._rest + error + sign * rest
 
     @property
     def mean(self) -> Tensor:
@@ -117,13 +123,16 @@ class RunningStandardizer:
             return np.zeros(self.d), np.zeros(self.d)
         n = float(self.count)
         (first, second), (first_rest, second_rest) = self._sum, self._rest
-        mean = self._shift + (first + first_rest) / n
+        quotient = first / n  # of the shift's size, so what its rounding dropped matters
+        back, back_rest = _exact_product(quotient, np.float64(n))
+        mean, error = _two_sum(self._shift, quotient)
+        mean = mean + (error + (((first - back) - back_rest) + first_rest) / n)
         # n**2 * variance = n * sum(y**2) - sum(y)**2, whose two terms may be nearly equal.
         left, left_rest = _exact_product(second, np.float64(n))
         right, right_rest = _exact_product(first, first)
         rest = (left_rest + n * second_rest) - (right_rest + 2.0 * first * first_rest)
         std = np.sqrt(np.maximum((left - right) + rest, 0.0)) / n
-        std[std <= _CONSTANT * self._largest] = 0.0
+        std[std <= _CONSTANT * np.hypot(mean, std)] = 0.0
         return mean, std
 
 

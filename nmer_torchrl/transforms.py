@@ -80,8 +80,10 @@ class PairMixup(Transform):
         self.alpha = float(alpha)
         self.generator = generator
         self.mix_keys = as_keys(mix_keys, "mix_keys")
+        if not self.mix_keys:
+            raise ValueError("`mix_keys` is empty; name at least one entry to mix.")
         self.terminated_key = as_keys([terminated_key], "terminated_key")[0]
-        self._widths: dict[NestedKey, torch.Size] = {}
+        self._widths: dict[NestedKey, torch.Size] = {}  # of the rows seen so far
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """`[*B, 2]` to `[*B]`; anything else is returned as it is."""
@@ -91,10 +93,10 @@ class PairMixup(Transform):
         kept = self._kept(tensordict, len(batch))
         weight = sample_beta(self.alpha, batch, generator=self.generator, device=kept.device)
         weight = weight.masked_fill_(kept, 1.0).unsqueeze(-1)
-        pairs = {
-            key: get_continuous(tensordict, key, "mix_keys").unbind(len(batch))
-            for key in self.mix_keys
-        }
+        entries = {key: get_continuous(tensordict, key, "mix_keys") for key in self.mix_keys}
+        if not self._widths:  # the storage was filled before
+            self._widths = {key: entry.shape[tensordict.ndim :] for key, entry in entries.items()}
+        pairs = {key: entry.unbind(len(batch)) for key, entry in entries.items()}
         mixed = {key: mix(anchor, partner, weight) for key, (anchor, partner) in pairs.items()}
         if not _sums_finite(list(mixed.values())):
             finite = torch.stack([all_finite(entry, len(batch)) for entry in mixed.values()]).all(0)
@@ -117,6 +119,11 @@ class PairMixup(Transform):
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Checks what is about to be stored."""
+        if tensordict.ndim > 1:
+            raise ValueError(
+                f"The rows come in a batch of shape {tuple(tensordict.shape)}, but pairs are drawn "
+                "from single rows; extend the buffer with `data.reshape(-1)`."
+            )
         get_entry(tensordict, self.terminated_key)
         widths = {
             key: get_continuous(tensordict, key, "mix_keys").shape[tensordict.ndim :]
@@ -163,6 +170,10 @@ def _first_of_pairs(
         elif type(value) is TensorDict:
             entries[name] = _first_of_pairs(value, dim, replaced, (*prefix, name))
         else:
-            entries[name] = value[(slice(None),) * dim + (0,)]
+            entries[name] = first = value[(slice(None),) * dim + (0,)]
+            path = (*prefix, name)
+            for key, entry in replaced.items():
+                if isinstance(key, tuple) and key[: len(path)] == path:
+                    first.set(key[len(path) :], entry)
     shape = pairs.batch_size
     return _compat.make_tensordict(entries, shape[:dim] + shape[dim + 1 :], pairs.device)

@@ -27,6 +27,9 @@ def test_configs_make_their_objects():
     assert isinstance(sampler, NeighborPairSampler)
     assert "k=4, keys=('state', ('robot', 'q'))" in repr(sampler)
     assert isinstance(instantiate(RandomPairSamplerConfig()), RandomPairSampler)
+    assert "keys=('state',)" in repr(instantiate(RandomPairSamplerConfig(keys="state")))
+    graph = {"_target_": "nmer_torchrl.neighbors.NeighborGraph", "k": 4, "exact": True}
+    assert instantiate(NeighborPairSamplerConfig(k=4, search=graph))._neighborhood._chosen.exact
     fold = instantiate(PairMixupConfig(alpha=0.2, mix_keys=["x"], terminated_key=["next", "end"]))
     assert isinstance(fold, PairMixup)
     assert (fold.alpha, fold.mix_keys, fold.terminated_key) == (0.2, ("x",), ("next", "end"))

@@ -10,6 +10,7 @@ from torchrl.data import (
     LazyTensorStorage,
     ListStorage,
     ReplayBuffer,
+    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorStorage,
 )
@@ -355,6 +356,64 @@ def test_a_search_of_ones_own():
 def test_bad_k_is_named(k):
     with pytest.raises(ValueError, match=f"k={k}.*at least 1"):
         NeighborPairSampler(k=k)
+    buffer = make_buffer()
+    buffer.extend(make_transitions(5))
+    with pytest.raises(ValueError, match=f"k={k}.*at least 1"):
+        buffer.sampler.neighbors(buffer.storage, torch.arange(5), k)
+
+
+@pytest.mark.parametrize("index", [[0.0, 1.0], [[0, 1]], [True, False], 3])
+def test_what_is_no_vector_of_positions_is_refused(index):
+    buffer = make_buffer()
+    buffer.extend(make_transitions(5))
+    with pytest.raises(ValueError, match="Positions are a vector of integers"):
+        buffer.sampler.neighbors(buffer.storage, torch.tensor(index))
+
+
+def test_a_search_that_served_before_starts_afresh_and_serves_one_sampler_only():
+    search = TorchSearch()
+    search.write(torch.arange(500), torch.randn(500, 7))
+    first = make_buffer(NeighborPairSampler(k=5, search=search))
+    first.extend(make_transitions(20, seed=1))
+    assert_neighbors_of_all(first)
+    second = make_buffer(NeighborPairSampler(k=5, search=search))
+    second.extend(make_transitions(30, seed=2))
+    assert_neighbors_of_all(second)
+    with pytest.raises(RuntimeError, match="give each sampler a search of its own"):
+        first.sample()
+    assert_neighbors_of_all(second)
+
+
+def test_rows_that_a_writer_declines_and_replaces():
+    buffer = make_buffer(capacity=20, writer=TensorDictMaxValueWriter(rank_key="rank"))
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(12):
+        rows = make_transitions(8, seed=seed)
+        rows["rank"] = torch.rand((8, 1), generator=generator)
+        buffer.extend(rows)
+        assert_neighbors_of_all(buffer)
+
+
+def test_rows_that_come_into_sight_unannounced():
+    storage = LazyTensorStorage(40)
+    first = TensorDictReplayBuffer(storage=storage, batch_size=8)
+    first.extend(make_transitions(10, seed=1))
+    second = TensorDictReplayBuffer(
+        storage=storage, sampler=NeighborPairSampler(k=5), transform=PairMixup(0.75), batch_size=8
+    )
+    second.sample()
+    second.extend(make_transitions(4, seed=2))  # its own writer starts at 0
+    assert_neighbors_of_all(second)
+    first.extend(make_transitions(25, seed=3))
+    second.extend(make_transitions(4, seed=4))
+    assert_neighbors_of_all(second)
+
+
+def test_rows_in_batches_of_several_dimensions_are_refused():
+    buffer = make_buffer()
+    with pytest.raises(ValueError, match=r"shape \(5, 2\).*data.reshape\(-1\)"):
+        buffer.extend(make_transitions(10).reshape(5, 2))
+    assert len(buffer) == 0
 
 
 def test_bad_keys_are_named():
@@ -437,6 +496,16 @@ def test_width_that_changes_is_refused_before_anything_is_stored():
     buffer.extend(make_transitions(2, seed=1))
     assert len(buffer) == 7
     assert_neighbors_of_all(buffer)
+
+
+def test_width_that_differs_from_a_storage_filled_before_is_refused():
+    storage = LazyTensorStorage(40)
+    TensorDictReplayBuffer(storage=storage, batch_size=8).extend(make_transitions(10))
+    buffer = make_buffer(storage=lambda capacity: storage, capacity=40)
+    buffer.sample()
+    with pytest.raises(ValueError, match=r"'observation' has shape \(4,\).*before have \(3,\)"):
+        buffer.extend(make_transitions(2, observation=4))
+    assert len(buffer) == 10
 
 
 def test_repr_says_what_matters():

@@ -105,6 +105,27 @@ def test_spread_below_a_hundred_millionth_of_the_magnitude_counts_as_constant():
     assert stats.scale.item() == 1.0
 
 
+def test_what_counts_as_constant_does_not_depend_on_what_is_gone():
+    narrow = torch.randn((50, 1), dtype=torch.float64) * 1e-3
+    wide = torch.full((1, 1), 1e9, dtype=torch.float64)
+    stats = RunningStandardizer(1)
+    stats.update(torch.cat([wide, narrow]))
+    stats.update(narrow[:0], removed=wide)
+    assert_same_statistics(stats, narrow)
+
+
+def test_numbers_that_are_not_finite_are_refused_and_leave_no_trace():
+    points = torch.randn(20, 2)
+    stats = RunningStandardizer(2)
+    stats.update(points)
+    for bad in (torch.nan, torch.inf):
+        with pytest.raises(ValueError, match="non-finite"):
+            stats.update(torch.cat([points, torch.full((1, 2), bad)]))
+        with pytest.raises(ValueError, match="non-finite"):
+            stats.update(points, removed=torch.full((1, 2), bad))
+    assert_same_statistics(stats, points)
+
+
 def test_nothing_stored_has_scale_one():
     stats = RunningStandardizer(2)
     assert stats.count == 0

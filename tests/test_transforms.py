@@ -3,7 +3,7 @@ import pickle
 import pytest
 import torch
 from helpers import MIX_KEYS, make_transitions
-from tensordict import TensorDict
+from tensordict import TensorDict, tensorclass
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs.transforms import MultiStepTransform
 
@@ -116,6 +116,25 @@ def test_keys_may_be_nested_and_several_and_of_any_shape():
     torch.testing.assert_close(batch["y"], y[:, 1].lerp(y[:, 0], weight[:, 0].double()))
 
 
+def test_entries_within_a_tensorclass_are_mixed():
+    @tensorclass
+    class Robot:
+        joints: torch.Tensor
+        serial: torch.Tensor
+
+    joints, serial = torch.randn(16, 2, 4), torch.arange(32).reshape(16, 2)
+    pairs = TensorDict(
+        robot=Robot(joints=joints, serial=serial, batch_size=[16, 2]),
+        end=torch.zeros(16, 2, dtype=torch.bool),
+        batch_size=[16, 2],
+    )
+    batch = PairMixup(1.0, mix_keys=[("robot", "joints")], terminated_key="end")(pairs)
+    assert isinstance(batch["robot"], Robot)
+    mixed = joints[:, 1].lerp(joints[:, 0], batch["mixup_weight"])
+    torch.testing.assert_close(batch["robot"].joints, mixed)
+    assert torch.equal(batch["robot"].serial, serial[:, 0])
+
+
 def test_weights_come_from_the_generator_that_is_set():
     pairs = make_pairs()
     fold = PairMixup(0.75, generator=torch.Generator().manual_seed(5))
@@ -191,6 +210,13 @@ def test_entries_that_are_not_continuous_are_refused(dtype):
     pairs["action"] = pairs["action"].to(dtype)
     with pytest.raises(ValueError, match=rf"'action' is {dtype}; leave it out of `mix_keys`"):
         PairMixup()(pairs)
+
+
+def test_a_nested_key_in_place_of_a_sequence_of_keys_is_refused():
+    with pytest.raises(ValueError, match=r"'next' is not a tensor.*\[\('next', ...\)\]"):
+        PairMixup(mix_keys=("next", "reward"))(make_pairs())
+    with pytest.raises(ValueError, match="`mix_keys` is empty"):
+        PairMixup(mix_keys=[])
 
 
 @pytest.mark.parametrize("keys", [[3], [["next", "reward"]], [("a", 1)]])
