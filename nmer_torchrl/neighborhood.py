@@ -101,11 +101,10 @@ class Neighborhood:
             self._saved = saved
         for index, points in self.rows.changes(storage):
             self._take(index, points, len(storage))
-        if self._saved is not None:
-            load = getattr(self.search, "load_state_dict", None)
-            if load is not None:
-                load(self._saved)
-            self._saved = None
+        saved, self._saved = self._saved, None
+        load = getattr(self.search, "load_state_dict", None)
+        if saved is not None and load is not None:
+            load(saved)
 
     def _take(self, index: Tensor, points: Tensor, length: int) -> None:
         if self.search is None or self.statistics is None:

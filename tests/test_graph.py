@@ -386,3 +386,150 @@ def test_lists_whose_entries_were_overwritten_are_made_whole():
         neighbors = graph.query(index, 10, scale)
         assert (neighbors >= 0).all()
         assert recall(points, index, neighbors, scale) >= 0.999
+
+
+def test_a_block_of_arrivals_that_are_not_finite():
+    points = walk(1_000)
+    graph = NeighborGraph(k=10)
+    scale = torch.ones(6, dtype=torch.float64)
+    graph.write(torch.arange(1_000), points)
+    graph.query(torch.arange(1_000), 10, scale)
+    points[:200] = torch.nan
+    graph.write(torch.arange(200), points[:200])
+    index = torch.arange(1_000)
+    assert_neighbors(points, index, graph.query(index, 10, scale), scale)
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_arrivals_are_offered_whatever_the_precision_and_beside_an_outlier(precision):
+    points = walk(3_000)
+    points[1_500] = 3e3
+    graph = NeighborGraph(k=10)
+    scale = torch.ones(6, dtype=torch.float64)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        for start, stop in ((0, 2_000), (2_000, 2_500), (2_500, 3_000)):
+            graph.write(torch.arange(start, stop), points[start:stop])
+            index = torch.arange(stop)
+            neighbors = graph.query(index, 10, scale)
+            assert recall(points[:stop], index, neighbors, scale) == 1.0
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_more_overwritten_at_once_than_a_list_can_spare():
+    """Clusters whose members are overwritten, all but a few, by points that are far away."""
+    generator = torch.Generator().manual_seed(0)
+    centers = 10 * torch.randn((20, 1, 3), generator=generator)
+    points = (centers + 0.1 * torch.randn((20, 40, 3), generator=generator)).reshape(-1, 3)
+    graph = NeighborGraph(k=10)
+    scale = torch.ones(3, dtype=torch.float64)
+    graph.write(torch.arange(800), points)
+    graph.query(torch.arange(800), 10, scale)
+    gone = torch.arange(31)
+    points[gone] = 500 + torch.randn((31, 3), generator=generator)
+    graph.write(gone, points[gone])
+    index = torch.arange(31, 40)
+    assert graph.stats()["waiting"] == 31
+    assert recall(points, index, graph.query(index, 10, scale), scale) == 1.0
+
+
+def test_positions_emptied_meanwhile_bound_no_list():
+    points = walk(6_000)
+    graph = NeighborGraph(k=10)
+    scale = torch.ones(6, dtype=torch.float64)
+    graph.write(torch.arange(3_000), points[:3_000])
+    graph.query(torch.arange(3_000), 10, scale)
+    points[1_000:2_990] = torch.nan
+    graph.write(torch.arange(1_000, 2_990), points[1_000:2_990])
+    graph.write(torch.arange(3_000, 6_000), points[3_000:])
+    index = torch.cat([torch.arange(1_000), torch.arange(2_990, 6_000)])
+    assert recall(points, index, graph.query(index, 10, scale), scale) == 1.0
+
+
+def test_more_than_lists_are_kept_right_for_is_answered_by_brute_force():
+    points = walk(900)
+    graph = NeighborGraph(k=4, candidates=16)
+    scale = torch.ones(6, dtype=torch.float64)
+    graph.write(torch.arange(900), points)
+    graph.query(torch.arange(900), 4, scale)
+    points[:60] += 50
+    for i in range(60):
+        graph.write(torch.tensor([i]), points[i : i + 1])
+    index = torch.arange(900)
+    assert recall(points, index, graph.query(index, 16, scale), scale) == 1.0
+
+
+def test_a_scale_that_shrinks_or_grows_beyond_float32():
+    points = walk(500)
+    for factor in (1e-30, 1e30):
+        graph = NeighborGraph(k=10)
+        graph.write(torch.arange(500), points)
+        scale = torch.ones(6, dtype=torch.float64)
+        graph.query(torch.arange(500), 10, scale)
+        graph.write(torch.arange(100), points[:100])
+        index = torch.arange(500)
+        far = (points.double() / factor).float()
+        graph.write(index, far)
+        assert recall(far, index, graph.query(index, 10, scale * factor), scale * factor) == 1.0
+
+
+def test_empty_positions_do_not_count_as_zeros_in_the_drift():
+    points = walk(400) + 1
+    points[:, 0] = 3.0  # constant, but not zero
+    points[::7] = torch.nan
+    graph = NeighborGraph(k=10)
+    graph.write(torch.arange(400), points)
+    graph.query(torch.arange(400), 10, torch.ones(6, dtype=torch.float64))
+    assert graph._varies.tolist() == [False] + 5 * [True]
+
+
+def saved_graph(points, scale) -> dict:
+    graph = NeighborGraph(k=10)
+    graph.write(torch.arange(len(points)), points)
+    graph.query(torch.arange(len(points)), 10, scale)
+    return graph.state_dict()
+
+
+def test_lists_are_taken_up_where_rows_were_written_after_saving():
+    points, scale = walk(1_300), torch.ones(6, dtype=torch.float64)
+    state = saved_graph(points[:1_000], scale)
+    points[100:150] = walk(50, seed=3)
+    graph = NeighborGraph(k=10)
+    graph.write(torch.arange(1_300), points)
+    graph.load_state_dict(state)
+    assert graph.stats()["lists"] == 950
+    assert graph.stats()["waiting"] == 350
+    index = torch.arange(1_300)
+    assert recall(points, index, graph.query(index, 10, scale), scale) == 1.0
+
+
+def test_a_saved_buffer_that_is_extended_before_it_is_sampled_keeps_its_lists():
+    buffer = make_replay_buffer("nmer", capacity=1_000, batch_size=32)
+    buffer.extend(make_transitions(900))
+    buffer.sampler.neighbors(buffer.storage, torch.arange(900))
+    other = make_replay_buffer("nmer", capacity=1_000, batch_size=32)
+    other.load_state_dict(buffer.state_dict())
+    other.extend(make_transitions(150, seed=1))
+    other.sample()
+    stats = other.sampler._neighborhood.search.stats()
+    assert stats["built"] - buffer.sampler._neighborhood.search.stats()["built"] < 150
+    index = torch.arange(1_000)
+    neighbors = other.sampler.neighbors(other.storage, index)
+    assert recall(stored_points(other.storage), index, neighbors) >= 0.999
+
+
+@pytest.mark.parametrize("harm", ["fewer rows", "another version", "other rows"])
+def test_a_state_of_no_use_is_left_alone(harm):
+    points, scale = walk(1_000), torch.ones(6, dtype=torch.float64)
+    state = saved_graph(points, scale)
+    if harm == "another version":
+        del state["_reach"]
+    points = {"fewer rows": points[:800], "other rows": points + 1e-3}.get(harm, points)
+    graph = NeighborGraph(k=10)
+    graph.write(torch.arange(len(points)), points)
+    graph.load_state_dict(state)
+    assert graph.stats()["lists"] == 0
+    index = torch.arange(len(points))
+    assert recall(points, index, graph.query(index, 10, scale), scale) == 1.0

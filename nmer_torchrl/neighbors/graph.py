@@ -25,6 +25,7 @@ have done since, is a certificate: entries within that are proven to be the near
 from __future__ import annotations
 
 import math
+from copy import copy
 from typing import Any
 
 import torch
@@ -42,12 +43,19 @@ _SAMPLE = 4_096  # columns that bound the reach of a row without a list
 _RESCORE = 0.001  # drift of the scale after which lists are put into order anew
 _REORDER = 0.02  # drift of the scale after which whole lists are put into order, not just heads
 _REBUILD = 0.06  # drift of the scale after which lists are made anew
-_PER_POINT = ("_lists", "_distances", "_reach", "_norms", "_listed", "_waits")
+_EMPTY = {  # what is kept for each point, and its value where there is none
+    "_lists": -1,
+    "_distances": math.inf,
+    "_reach": 0.0,
+    "_norms": math.inf,
+    "_listed": False,
+    "_waits": False,
+}
 _OTHER = (
     *("_scale", "_ordered_under", "_made_under", "_center", "_varies"),
     *("_largest", "_offset", "_doubt", "_stale", "_holes", "_counts"),
 )
-_SAFETY = 1.0 - 1e-5  # float32 rounding of stored distances
+_FACTOR = 5.0  # common factor of two scales, in logarithms, before float32 might overflow
 
 
 class NeighborGraph:
@@ -106,12 +114,14 @@ class NeighborGraph:
 
     def _allocate(self, size: int) -> None:
         device, c = self.table.points.device, self.candidates
-        self._lists = torch.full((size, c), -1, dtype=torch.int32, device=device)
-        self._distances = torch.full((size, c), torch.inf, device=device)  # squared
-        self._reach = torch.zeros(size, device=device)  # squared
-        self._norms = torch.full((size,), torch.inf, device=device)  # infinite: not in the graph
-        self._listed = torch.zeros(size, dtype=torch.bool, device=device)
-        self._waits = torch.zeros(size, dtype=torch.bool, device=device)
+        self._lists = torch.empty((size, c), dtype=torch.int32, device=device)
+        self._distances = torch.empty((size, c), device=device)  # squared
+        self._reach = torch.empty(size, device=device)  # squared
+        self._norms = torch.empty(size, device=device)  # infinite: not in the graph
+        self._listed = torch.empty(size, dtype=torch.bool, device=device)
+        self._waits = torch.empty(size, dtype=torch.bool, device=device)
+        for name, value in _EMPTY.items():
+            getattr(self, name).fill_(value)
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -122,6 +132,10 @@ class NeighborGraph:
         self.table.write(index, points)
         if len(self._listed) < len(self.table.points) or self._lists.device != points.device:
             self._grow()
+        self._replaced(index)
+
+    def _replaced(self, index: Tensor) -> None:
+        """What stands at these positions is new: it waits to be inserted."""
         self._stale |= bool(self._norms[index].isfinite().any())
         self._holes |= not bool(self.table.valid[index].all())
         self._norms[index] = torch.inf
@@ -129,11 +143,12 @@ class NeighborGraph:
         self._listed[index] = False
         fresh = index[~self._waits[index]]
         self._waits[fresh] = True
-        self._arrivals.append(fresh)
+        if len(fresh):
+            self._arrivals.append(fresh)
         self._side = None
 
     def _grow(self) -> None:
-        before = {name: getattr(self, name) for name in _PER_POINT}
+        before = {name: getattr(self, name) for name in _EMPTY}
         self._allocate(len(self.table.points))
         for name, tensor in before.items():
             getattr(self, name)[: len(tensor)] = tensor
@@ -153,6 +168,8 @@ class NeighborGraph:
         if self._stale:
             self._remove(arrivals)
         new = arrivals[self.table.valid[arrivals]]
+        if not len(new):
+            return
         self._counts["inserted"] += len(new)
         many = 2 * len(new) > int(self._listed.sum())
         for block in new.split(_BLOCK):
@@ -190,29 +207,30 @@ class NeighborGraph:
 
     def _make_lists(self, rows: Tensor, bound: Tensor, *, offer: bool) -> None:
         """Makes the lists of `[m]` rows, given bounds on their reach; offers the rows to others."""
-        error = self._product_error(rows)
         # Where anything is within reach, a number that no distance exceeds does the same.
         far = 1.01 * (float(self._centered(rows).norm(dim=-1).amax()) + self._largest**0.5) ** 2 + 1
         limit = bound.clamp_max(far)
         reach = torch.where(self._listed, self._reach.clamp_max(far), -torch.inf)
-        row, column, distance = self._sweep(rows, limit, reach if offer else None, error)
+        row, column, least = self._sweep(rows, limit, reach if offer else None)
         if offer:
-            taken = distance < reach[column] + error[row]
+            taken = least < reach[column]
             self._offer(rows[row[taken]], column[taken])
-        mine = (distance < limit[row] + error[row]) & (column != rows[row])
-        self._keep_nearest(rows, bound, error, row[mine], column[mine], distance[mine])
+        mine = (least < limit[row]) & (column != rows[row])
+        self._keep_nearest(rows, bound, row[mine], column[mine], least[mine])
 
     def _sweep(
-        self, rows: Tensor, bound: Tensor, reach: Tensor | None, error: Tensor
+        self, rows: Tensor, bound: Tensor, reach: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Pairs `[h]` nearer than the row's bound or the column's reach, and how near, squared.
+        """Pairs `[h]` that may be nearer than the row's bound or the column's reach.
 
-        One tile of the product is held at a time, in memory that is used again: fresh memory would
-        cost more than the product.
+        With lower bounds `[h]` of squared distances: rounding excludes no one. One tile of the
+        product is held at a time, in memory that is used again: fresh memory would cost more than
+        the product.
         """
         size = self.table.size
         norms, left = self._left(rows)
-        limit, shift = bound.unsqueeze(1), (error - norms).unsqueeze(1)
+        limit, norms = bound.unsqueeze(1), norms.unsqueeze(1)
+        keep = 1.0 - self._rounding()
         step = max(_TILE // len(rows), 512)
         memory = torch.empty(2, len(rows) * step, device=left.device)
         found = []
@@ -220,42 +238,42 @@ class NeighborGraph:
             stop = min(start + step, size)
             products, limits = memory[:, : len(rows) * (stop - start)].view(2, len(rows), -1)
             tile = slice(start, stop)
-            torch.addmm(self._norms[tile], left, self._right(tile).T, out=products)
+            torch.addmm(self._norms[tile], left, self._right(tile).T, beta=keep, out=products)
             if reach is None:
-                products -= limit + shift
+                products -= limit - norms
             else:
-                products -= torch.maximum(limit, reach[start:stop], out=limits).add_(shift)
+                products -= torch.maximum(limit, reach[start:stop], out=limits).sub_(norms)
             columns = (products.amin(0) < 0).nonzero().squeeze(1)
             excess = products[:, columns]
             row, hit = (excess < 0).nonzero(as_tuple=True)
             found.append((row, columns[hit] + start, excess[row, hit]))
-        row, column, distance = (torch.cat(parts) for parts in zip(*found, strict=True))
+        row, column, excess = (torch.cat(parts) for parts in zip(*found, strict=True))
         limits = bound[row] if reach is None else torch.maximum(bound[row], reach[column])
-        return row, column, distance + limits + error[row]
+        return row, column, excess + limits
 
     def _left(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers `[m]` and vectors `[m, d]` that give squared distances with `_right`.
+        """Numbers `[m]` and vectors `[m, d]` for lower bounds of squared distances to `_right`.
 
         With `a` and `b` relative to a center, `|a - b|**2 = |a|**2 + |b|**2 - 2ab`. Only this side
         is shifted, so that stored points go into the product as they are, unless they are too far
-        from the origin for that.
+        from the origin for that. The rounding of all this is at most a share of
+        `|a|**2 + |b|**2 + |a||b| + |a||center|`; each side bears its own.
         """
         left = self._centered(rows)
         norms = left.square().sum(-1)
+        error = self._rounding() * norms
         if not self._remote():
+            error += self._rounding() * self._offset * norms.sqrt()
             left = (left * self._scale).float()
             norms = norms + 2.0 * (left @ self._center.float())
-        return norms, -2.0 * left
+        return norms - error, -2.0 * left
 
     def _right(self, index: Tensor | slice) -> Tensor:
         return self._centered(index) if self._remote() else self.table.points[index].float()
 
-    def _product_error(self, rows: Tensor) -> Tensor:
-        """A bound `[m]` on the rounding of a sweep's squared distances."""
-        largest = self._largest**0.5
-        raw = largest + (0.0 if self._remote() else self._offset)
-        length = self._centered(rows).norm(dim=-1)
-        return relative_error(len(self._scale)) * (length * (raw + length) + largest**2)
+    def _rounding(self) -> float:
+        """The share of squared norms that products may be off, `|a||b|` taken half by half."""
+        return 1.5 * relative_error(len(self._scale))
 
     def _remote(self) -> bool:
         """Whether the origin is so far off, by the spread of the points, that rounding tells."""
@@ -282,6 +300,7 @@ class NeighborGraph:
         for _ in range(2):
             around = self._lists[near[:, :6]].flatten(1).long()
             around = torch.cat([near, around], 1).sort(1).values
+            around.masked_fill_(self._norms[around].isinf(), -1)  # not in the graph (any more)
             around[:, 1:].masked_fill_(around[:, 1:] == around[:, :-1], -1)
             best, near = nearest(self._direct(rows, around), around, c + 1)
             bound = torch.minimum(bound, best[:, -1])
@@ -307,22 +326,26 @@ class NeighborGraph:
         self,
         rows: Tensor,
         bound: Tensor,
-        error: Tensor,
         row: Tensor,
         column: Tensor,
-        approximate: Tensor,
+        least: Tensor,
     ) -> None:
         """The lists of `[m]` rows from `[h]` pairs that hold all points within the bound."""
         bound = bound.clone()
         distances = torch.full((len(rows), self.candidates + 1), torch.inf, device=rows.device)
         lists = torch.full_like(distances, -1, dtype=torch.int64)
         if len(row):
-            target, columns, coarse = _by_row(row, column, approximate)
-            coarse, columns = nearest(coarse, columns, self.candidates + 4)
-            exact = self._direct(rows[target], columns)
-            distances[target], lists[target] = nearest(exact, columns, self.candidates + 1)
-            # What the coarse order left out is no nearer than its last, rounding aside.
-            bound[target] = torch.minimum(bound[target], coarse[:, -1] - error[target])
+            target, columns, coarse = _by_row(row, column, least)
+            some_coarse, some = nearest(coarse, columns, self.candidates + 4)
+            best, chosen = nearest(self._direct(rows[target], some), some, self.candidates + 1)
+            left_out = some_coarse[:, -1]  # what was left out is no nearer than this
+            again = (left_out < best[:, self.k - 1]).nonzero().squeeze(1)
+            if len(again):  # rounding is coarser than the distances are: rank them all
+                exact = self._direct(rows[target[again]], columns[again])
+                best[again], chosen[again] = nearest(exact, columns[again], self.candidates + 1)
+                left_out[again] = torch.inf
+            distances[target], lists[target] = best, chosen
+            bound[target] = torch.minimum(bound[target], left_out)
         self._lists[rows] = lists[:, :-1].int()
         self._distances[rows] = distances[:, :-1]
         self._reach[rows] = torch.minimum(distances[:, -1], bound)
@@ -358,7 +381,7 @@ class NeighborGraph:
         if not len(self._scale):
             self._scale = self._made_under = self._ordered_under = current
             self._refresh_norms()
-        elif self._drift(current, self._scale) > _RESCORE:
+        elif self._drift(current, self._scale) > _RESCORE or self._factor(current) > _FACTOR:
             again = self._drift(current, self._made_under) > _REBUILD
             self._rescore(current)
             if again:
@@ -374,12 +397,16 @@ class NeighborGraph:
         counts = self._varies | (scale != other)
         return float((scale / other)[counts].log().std(correction=0)) if counts.any() else 0.0
 
+    def _factor(self, scale: Tensor) -> float:
+        return abs(float((scale / self._scale).log().mean()))
+
     def _refresh_norms(self) -> None:
         points, valid = self.table.rows()
         center = points.sum(0, dtype=torch.float64) / max(int(valid.sum()), 1)
         self._center, self._largest = center.to(points.dtype), 0.0
         self._offset = float((center * self._scale).norm())
-        self._varies = points.amax(0) != points.amin(0)
+        there = points[valid] if self._holes else points
+        self._varies = there.amax(0) != there.amin(0) if len(there) else self._scale > 0
         for rows in self._norms[: len(points)].isfinite().nonzero().squeeze(1).split(65_536):
             self._set_norms(rows)
 
@@ -421,7 +448,7 @@ class NeighborGraph:
         self._follow(scale)
         if self._arrivals and len(self._waiting()) >= _BLOCK:
             self._insert(self._waiting())
-        if k > self.candidates:
+        if k > (self.candidates if self.exact else self.k):
             return self._brute_force(index, k, scale)
         self._build(index)
         if self.exact:
@@ -474,7 +501,7 @@ class NeighborGraph:
         k = lists.shape[1]
         norms, left = self._arrivals_side()
         distances = torch.addmm(norms, self._right(index), left.T)
-        nearest_arrival = distances.amin(1) + self._norms[index]  # squared, less rounding
+        nearest_arrival = distances.amin(1) + self._norms[index] * (1.0 - self._rounding())
         doubtful = (nearest_arrival < self._distances[index, k - 1]) | self._waits[index]
         if self._stale:
             doubtful |= self._waits[lists].any(1)
@@ -485,8 +512,11 @@ class NeighborGraph:
             new = self._direct(index, arrivals)
             absent = (arrivals == index.unsqueeze(1)) | ~self.table.valid[arrivals]
             new.masked_fill_(absent, torch.inf)
-            merged = torch.cat([known, new], 1)
-            lists[rows] = nearest(merged, torch.cat([listed, arrivals], 1), k)[1]
+            best, found = nearest(torch.cat([known, new], 1), torch.cat([listed, arrivals], 1), k)
+            beyond = (best[:, -1] > self._reach[index]) & self.table.valid[index]
+            if beyond.any():  # overwriting has left too few within reach
+                found[beyond] = self._brute_force(index[beyond], k, self._scale)
+            lists[rows] = found
         return lists
 
     def _arrivals_side(self) -> tuple[Tensor, Tensor]:
@@ -494,7 +524,6 @@ class NeighborGraph:
         if self._side is None:
             arrivals = self._waiting()
             norms, left = self._left(arrivals)
-            norms = norms - self._product_error(arrivals).amax()
             self._side = norms.masked_fill_(~self.table.valid[arrivals], torch.inf), left
         return self._side
 
@@ -504,10 +533,14 @@ class NeighborGraph:
         lists = self._candidates(index)[0]
         arrivals = self._waiting().expand(len(index), -1)
         arrivals = arrivals.masked_fill(arrivals == index.unsqueeze(1), -1)
-        worst = self._doubt * float((scale / self._scale).min()) ** 2 * _SAFETY
+        worst = self._doubt * float((scale / self._scale).min()) ** 2 * self._safety()
         frontier = self._reach[index].double() * worst
         frontier.masked_fill_(~self._listed[index], -1.0)
         return refine(self.table, index, torch.cat([lists, arrivals], 1), frontier, k, scale)
+
+    def _safety(self) -> float:
+        """What float32 rounding of distances by differences leaves of a reach."""
+        return 1.0 - relative_error(len(self._scale))
 
     def _brute_force(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
         search = TorchSearch()
@@ -519,32 +552,43 @@ class NeighborGraph:
     def state_dict(self) -> dict[str, Any]:
         """The lists and all that goes with them but the points, which belong to the storage."""
         size = self.table.size
-        rows = {name: getattr(self, name)[:size].clone() for name in _PER_POINT}
+        rows = {name: getattr(self, name)[:size].clone() for name in _EMPTY}
         rest = {name: getattr(self, name) for name in _OTHER}
-        return {"points": self._fingerprint(), "arrivals": self._waiting(), **rows, **rest}
+        return {"points": self._fingerprints(), "arrivals": self._waiting(), **rows, **rest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up saved lists, if the points written since `clear` are those they were made of.
+        """Takes up saved lists, if most points written since `clear` are those they were made of.
 
-        For any other points the state is of no use; then lists are made when they are asked for.
+        The others count as written after the state was saved. For a table of other points the state
+        is of no use; then lists are made when they are asked for.
         """
-        if not torch.equal(state["points"], self._fingerprint()):
+        if not {"points", "arrivals", *_EMPTY, *_OTHER} <= set(state):
+            return  # of another version
+        now, then = self._fingerprints(), state["points"].to(self._lists.device)
+        same = now[: len(then)] == then[: len(now)]
+        known = len(state["_scale"]) == self.table.points.shape[1] and len(then) <= len(now)
+        if not known or state["_lists"].shape[1] != self.candidates or 2 * same.sum() < len(then):
             return
-        if state["_lists"].shape[1] != self.candidates:
-            return
-        for name in _PER_POINT:
-            getattr(self, name)[: self.table.size] = state[name]
+        for name in _EMPTY:
+            getattr(self, name)[: len(then)] = state[name]
+            getattr(self, name)[len(then) :] = _EMPTY[name]
         for name in _OTHER:
-            setattr(self, name, state[name])
-        self._arrivals = [state["arrivals"].clone()] if len(state["arrivals"]) else []
-        self._side = None
+            value = state[name]
+            setattr(self, name, value.to(now.device) if isinstance(value, Tensor) else copy(value))
+        self._arrivals = [state["arrivals"].to(now.device)] if len(state["arrivals"]) else []
+        self._sample = self._last = None
+        changed = torch.ones(len(now), dtype=torch.bool, device=now.device)
+        changed[: len(then)] = ~same
+        self._replaced(changed.nonzero().squeeze(1))
 
-    def _fingerprint(self) -> Tensor:
-        """Float64 numbers that tell one table of points from another."""
+    def _fingerprints(self) -> Tensor:
+        """Integers `[size]` that tell points from one another, whatever the device."""
         points, valid = self.table.rows()
-        position = torch.arange(len(points), device=points.device, dtype=torch.float64)
-        sums = points.sum(1, dtype=torch.float64)
-        return torch.stack([valid.sum().double(), sums.sum(), sums @ position])
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.randint(2**62, points.shape[1:], generator=generator).to(points.device)
+        bits = points.view(torch.int32 if points.dtype == torch.float32 else torch.int64)
+        rows = [(chunk * weights).sum(1) for chunk in bits.split(8_192)]
+        return torch.cat(rows).masked_fill_(~valid, -1) if rows else weights[:0]
 
     def stats(self) -> dict[str, float]:
         """Numbers of points, lists and work done, and the share of lists that are proven exact.
@@ -555,7 +599,7 @@ class NeighborGraph:
         size = self.table.size
         listed = self._listed[:size]
         last = self._distances[:size][listed][:, self.k - 1]
-        proven = last <= self._reach[:size][listed] * (self._doubt * _SAFETY)
+        proven = last <= self._reach[:size][listed] * (self._doubt * self._safety())
         return {
             "points": int(self.table.valid[:size].sum()),
             "lists": int(listed.sum()),
