@@ -3,11 +3,13 @@
 from nmer_torchrl.buffers import make_replay_buffer
 from nmer_torchrl.samplers import NeighborPairSampler, RandomPairSampler
 from nmer_torchrl.standardize import RunningStandardizer
+from nmer_torchrl.storages import PairStorage
 from nmer_torchrl.transforms import PairMixup
 
 __all__ = [
     "NeighborPairSampler",
     "PairMixup",
+    "PairStorage",
     "RandomPairSampler",
     "RunningStandardizer",
     "make_replay_buffer",

@@ -453,7 +453,7 @@ class NeighborGraph:
         self._build(index)
         if self.exact:
             return self._prove(index, k, scale)
-        lists = self._lists[index, :k].long()
+        lists = self._lists[:, :k].index_select(0, index).long()  # faster than by brackets
         if self._arrivals:
             lists = self._with_arrivals(index, lists)
         if self._holes:
@@ -462,7 +462,7 @@ class NeighborGraph:
 
     def _build(self, index: Tensor) -> None:
         """Makes the lists that are asked for and missing, and others with them to fill a block."""
-        listed = self._listed[index]
+        listed = self._listed.index_select(0, index)
         if listed.all():
             return
         if len(self._waiting()) >= _BLOCK // 4 and self._waits[index].any():

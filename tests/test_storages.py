@@ -1,0 +1,73 @@
+import pytest
+import torch
+from helpers import make_transitions
+from tensordict import NonTensorStack, TensorDict, tensorclass
+from torchrl.data import LazyTensorStorage
+
+from nmer_torchrl import PairStorage, make_replay_buffer
+
+
+def both(rows: TensorDict) -> tuple[PairStorage, LazyTensorStorage]:
+    storages = PairStorage(50), LazyTensorStorage(50)
+    for storage in storages:
+        storage.set(torch.arange(len(rows)), rows)
+    return storages
+
+
+@pytest.mark.parametrize("count", [20, 50])
+def test_pairs_are_read_as_a_plain_storage_reads_them(count):
+    pairs, plain = both(make_transitions(count))
+    index = torch.randint(count, (30, 2))
+    batch = pairs.get(index)
+    assert batch.batch_size == torch.Size([30, 2])
+    assert batch["next"].batch_size == torch.Size([30, 2])
+    assert set(batch.keys(True, True)) == set(plain.get(index).keys(True, True))
+    assert (batch == plain.get(index)).all()
+
+
+@pytest.mark.parametrize("index", [3, slice(2, 9), torch.tensor([4, 1]), torch.zeros(0, 2).long()])
+def test_other_positions_are_read_as_ever(index):
+    pairs, plain = both(make_transitions(20))
+    assert pairs.get(index).batch_size == plain.get(index).batch_size
+    assert (pairs.get(index) == plain.get(index)).all()
+
+
+def test_what_is_no_tensor_and_what_has_more_dimensions():
+    @tensorclass
+    class Robot:
+        joints: torch.Tensor
+
+    rows = TensorDict(
+        image=torch.randn(20, 3, 4, 4),
+        flag=torch.rand(20) < 0.5,
+        robot=Robot(joints=torch.randn(20, 2), batch_size=[20]),
+        name=NonTensorStack(*(f"row {i}" for i in range(20))),
+        batch_size=[20],
+    )
+    pairs, plain = both(rows)
+    index = torch.randint(20, (5, 2))
+    got, expected = pairs.get(index), plain.get(index)
+    for key in ("image", "flag", ("robot", "joints")):
+        assert torch.equal(got[key], expected[key])
+    assert got["name"] == expected["name"]
+
+
+def test_a_storage_of_bare_tensors_and_an_empty_one():
+    storage = PairStorage(50)
+    with pytest.raises(RuntimeError, match="non-initialized"):
+        storage.get(torch.zeros(4, 2).long())
+    storage.set(torch.arange(5), torch.arange(5.0))
+    assert storage.get(torch.tensor([[0, 4]])).tolist() == [[0.0, 4.0]]
+
+
+def test_pair_buffers_use_it_and_sample_what_a_plain_storage_gives():
+    batches = []
+    for storage in (None, LazyTensorStorage(100)):
+        generator = torch.Generator().manual_seed(0)
+        buffer = make_replay_buffer(
+            "nmer", capacity=100, batch_size=16, storage=storage, generator=generator
+        )
+        buffer.extend(make_transitions(80))
+        batches.append(buffer.sample())
+    assert isinstance(make_replay_buffer("mixup", capacity=5, batch_size=1).storage, PairStorage)
+    assert (batches[0] == batches[1]).all()
