@@ -12,7 +12,8 @@ from torch import Tensor
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 _SPLIT = 2.0**27 + 1.0  # Dekker's constant for float64
-_CONSTANT = 1e-8  # a spread below this share of the root mean square is rounding
+_CONSTANT = 1e-8  # a spread below this share of the magnitude is rounding
+_CANCELS = 1e-3  # a share of the square of the mean below which a variance asks for more care
 _CHUNK = 65_536
 
 
@@ -123,16 +124,21 @@ class RunningStandardizer:
             return np.zeros(self.d), np.zeros(self.d)
         n = float(self.count)
         (first, second), (first_rest, second_rest) = self._sum, self._rest
-        quotient = first / n  # of the shift's size, so what its rounding dropped matters
-        back, back_rest = _exact_product(quotient, np.float64(n))
-        mean, error = _two_sum(self._shift, quotient)
-        mean = mean + (error + (((first - back) - back_rest) + first_rest) / n)
-        # n**2 * variance = n * sum(y**2) - sum(y)**2, whose two terms may be nearly equal.
-        left, left_rest = _exact_product(second, np.float64(n))
-        right, right_rest = _exact_product(first, first)
-        rest = (left_rest + n * second_rest) - (right_rest + 2.0 * first * first_rest)
-        std = np.sqrt(np.maximum((left - right) + rest, 0.0)) / n
-        std[std <= _CONSTANT * np.hypot(mean, std)] = 0.0
+        offset = first / n
+        square = offset * offset
+        variance = second / n - square
+        if (variance > _CANCELS * square).all():  # no two terms are nearly equal
+            mean, std = self._shift + offset, np.sqrt(variance)
+        else:
+            back, back_rest = _exact_product(offset, np.float64(n))
+            mean, error = _two_sum(self._shift, offset)
+            mean = mean + (error + (((first - back) - back_rest) + first_rest) / n)
+            # n**2 * variance = n * sum(y**2) - sum(y)**2
+            left, left_rest = _exact_product(second, np.float64(n))
+            right, right_rest = _exact_product(first, first)
+            rest = (left_rest + n * second_rest) - (right_rest + 2.0 * first * first_rest)
+            std = np.sqrt(np.maximum((left - right) + rest, 0.0)) / n
+        std[std <= _CONSTANT * (np.abs(mean) + std)] = 0.0
         return mean, std
 
 

@@ -36,6 +36,11 @@ class NeighborSearch(Protocol):
         ...
 
 
+def as_slice(index: Tensor) -> Tensor | slice:
+    """A single position `[1]` as a slice, by which tensors are read and written much faster."""
+    return slice(int(index), int(index) + 1) if len(index) == 1 else index
+
+
 class PointTable:
     """Points `[capacity, d]` by storage position, with a flag for those that are there.
 
@@ -69,9 +74,9 @@ class PointTable:
                 f"{self.points.shape[1]}; call `clear()` first to change the width."
             )
         self._reserve(int(index.max()) + 1)
-        finite = points.isfinite().all(-1)
-        self.points[index] = torch.where(finite.unsqueeze(-1), points, 0.0)
-        self.valid[index] = finite
+        rows, finite = as_slice(index), points.isfinite().all(-1)
+        self.points[rows] = points if finite.all() else points.where(finite.unsqueeze(-1), 0.0)
+        self.valid[rows] = finite
 
     def _reserve(self, size: int) -> None:
         if size > len(self.points):

@@ -28,10 +28,11 @@ import math
 from copy import copy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nmer_torchrl.neighbors.base import PointTable
+from nmer_torchrl.neighbors.base import PointTable, as_slice
 from nmer_torchrl.neighbors.exact import nearest, refine, relative_error
 from nmer_torchrl.neighbors.torch import TorchSearch
 
@@ -39,7 +40,7 @@ _BLOCK = 128  # arrivals that are worth a sweep
 _TILE = 2**18  # distances that a sweep holds at a time: they stay in the processor's cache
 _GATHER = 2**19  # numbers that are gathered at a time, likewise
 _FEW = 2**16  # numbers that are not worth the trouble
-_SAMPLE = 4_096  # columns that bound the reach of a row without a list
+_SAMPLE = 1_024  # columns that bound the reach of a row without a list
 _RESCORE = 0.001  # drift of the scale after which lists are put into order anew
 _REORDER = 0.02  # drift of the scale after which whole lists are put into order, not just heads
 _REBUILD = 0.06  # drift of the scale after which lists are made anew
@@ -52,8 +53,8 @@ _EMPTY = {  # what is kept for each point, and its value where there is none
     "_waits": False,
 }
 _OTHER = (
-    *("_scale", "_ordered_under", "_made_under", "_center", "_varies"),
-    *("_largest", "_offset", "_doubt", "_stale", "_holes", "_counts"),
+    *("_scale", "_factors", "_ordered_under", "_made_under", "_center", "_varies"),
+    *("_constants", "_largest", "_offset", "_doubt", "_stale", "_holes", "_counts"),
 )
 _FACTOR = 5.0  # common factor of two scales, in logarithms, before float32 might overflow
 
@@ -100,9 +101,11 @@ class NeighborGraph:
         self._allocate(0)
         self._arrivals: list[Tensor] = []
         self._side: tuple[Tensor, Tensor] | None = None  # see `_arrivals_side`
-        self._scale = torch.empty(0)  # the working scale
+        self._scale = self._factors = torch.empty(0)  # the working scale; in the points' dtype
         self._ordered_under = self._made_under = self._scale  # when whole lists were; when made
-        self._center = self._varies = torch.empty(0)
+        self._center = torch.empty(0)
+        self._varies = torch.empty(0, dtype=torch.bool)  # dimensions in which points differ
+        self._constants = False  # whether there are others
         self._largest = 0.0  # the largest squared norm relative to the center
         self._offset = 0.0  # the norm of the center
         self._sample: Tensor | None = None  # positions all over the table, for first bounds
@@ -136,15 +139,20 @@ class NeighborGraph:
 
     def _replaced(self, index: Tensor) -> None:
         """What stands at these positions is new: it waits to be inserted."""
-        self._stale |= bool(self._norms[index].isfinite().any())
-        self._holes |= not bool(self.table.valid[index].all())
-        self._norms[index] = torch.inf
-        self._lists[index], self._distances[index] = -1, torch.inf
-        self._listed[index] = False
-        fresh = index[~self._waits[index]]
-        self._waits[fresh] = True
+        rows = as_slice(index)
+        waiting = self._waits[rows].any()
+        stale = self._norms[rows].isfinite().any()
+        if stale or waiting:
+            self._stale |= bool(stale)
+            self._norms[rows] = torch.inf
+            self._lists[rows], self._distances[rows] = -1, torch.inf
+            self._listed[rows] = False
+        if not self.table.valid[rows].all():
+            self._holes = True
+        fresh = index[~self._waits[rows]] if waiting else index
         if len(fresh):
             self._arrivals.append(fresh)
+        self._waits[rows] = True
         self._side = None
 
     def _grow(self) -> None:
@@ -203,7 +211,7 @@ class NeighborGraph:
     def _centered(self, index: Tensor | slice) -> Tensor:
         """Points `[n, d]` relative to the center, under the working scale, float32."""
         points = self.table.points
-        return ((points[index] - self._center) * self._scale.to(points.dtype)).float()
+        return ((points[index] - self._center) * self._factors).float()
 
     def _make_lists(self, rows: Tensor, bound: Tensor, *, offer: bool) -> None:
         """Makes the lists of `[m]` rows, given bounds on their reach; offers the rows to others."""
@@ -259,17 +267,20 @@ class NeighborGraph:
         from the origin for that. The rounding of all this is at most a share of
         `|a|**2 + |b|**2 + |a||b| + |a||center|`; each side bears its own.
         """
-        left = self._centered(rows)
-        norms = left.square().sum(-1)
-        error = self._rounding() * norms
-        if not self._remote():
-            error += self._rounding() * self._offset * norms.sqrt()
-            left = (left * self._scale).float()
-            norms = norms + 2.0 * (left @ self._center.float())
-        return norms - error, -2.0 * left
+        left, rounding = self._centered(rows), self._rounding()
+        norms = left.norm(dim=-1)
+        if self._remote():
+            return norms.square_().mul_(1.0 - rounding), left.mul_(-2.0)
+        norms = (norms * (1.0 - rounding) - rounding * self._offset).mul_(norms)
+        left = (left * self._factors).float()
+        return norms.addmv_(left, self._center.float(), alpha=2.0), left.mul_(-2.0)
 
     def _right(self, index: Tensor | slice) -> Tensor:
-        return self._centered(index) if self._remote() else self.table.points[index].float()
+        if self._remote():
+            return self._centered(index)
+        points = self.table.points
+        some = points[index] if isinstance(index, slice) else points.index_select(0, index)
+        return some.float()
 
     def _rounding(self) -> float:
         """The share of squared norms that products may be off, `|a||b|` taken half by half."""
@@ -354,7 +365,7 @@ class NeighborGraph:
     def _direct(self, index: Tensor, others: Tensor) -> Tensor:
         """Squared distances `[q, m]` by differences, float32, under the working scale."""
         points, (q, m), d = self.table.points, others.shape, self.table.points.shape[1]
-        scale = self._scale.to(points.dtype)
+        scale = self._factors
         if q * m * d < _FEW:
             difference = (points[others] - points[index].unsqueeze(1)) * scale
             return difference.square_().sum(-1).float().masked_fill_(others < 0, torch.inf)
@@ -377,11 +388,13 @@ class NeighborGraph:
         if scale is self._last:
             return
         self._last = scale
-        current = scale.to(self.table.points.device, torch.float64)
+        current = scale.to("cpu", torch.float64)
         if not len(self._scale):
-            self._scale = self._made_under = self._ordered_under = current
-            self._refresh_norms()
-        elif self._drift(current, self._scale) > _RESCORE or self._factor(current) > _FACTOR:
+            self._made_under = self._ordered_under = current
+            self._work_under(current)
+            return
+        ratios = self._log_ratios(current, self._scale)
+        if ratios.std() > _RESCORE or abs(ratios.mean()) > _FACTOR:
             again = self._drift(current, self._made_under) > _REBUILD
             self._rescore(current)
             if again:
@@ -390,23 +403,28 @@ class NeighborGraph:
                 self._counts["rebuilt"] += 1
 
     def _drift(self, scale: Tensor, other: Tensor) -> float:
-        """How differently two scales weigh the dimensions: the spread of their log-ratios.
+        """How differently two scales weigh the dimensions: the spread of their log-ratios."""
+        return float(self._log_ratios(scale, other).std())
+
+    def _log_ratios(self, scale: Tensor, other: Tensor) -> np.ndarray[Any, Any]:
+        """Of two scales, in NumPy, which is quicker for so few numbers.
 
         Dimensions in which all points agree have no part in any distance, and none in this.
         """
-        counts = self._varies | (scale != other)
-        return float((scale / other)[counts].log().std(correction=0)) if counts.any() else 0.0
+        ratios = np.log(scale.numpy() / other.numpy())
+        return ratios[self._varies.numpy() | (ratios != 0)] if self._constants else ratios
 
-    def _factor(self, scale: Tensor) -> float:
-        return abs(float((scale / self._scale).log().mean()))
-
-    def _refresh_norms(self) -> None:
+    def _work_under(self, scale: Tensor) -> None:
         points, valid = self.table.rows()
+        self._scale, self._side = scale, None
+        self._factors = scale.to(points.device, points.dtype)
         center = points.sum(0, dtype=torch.float64) / max(int(valid.sum()), 1)
         self._center, self._largest = center.to(points.dtype), 0.0
-        self._offset = float((center * self._scale).norm())
+        self._offset = float((center * self._factors).norm())
         there = points[valid] if self._holes else points
-        self._varies = there.amax(0) != there.amin(0) if len(there) else self._scale > 0
+        if len(there):
+            self._varies = (there.amax(0) != there.amin(0)).cpu()
+        self._constants = bool(self._varies.any()) and not bool(self._varies.all())
         for rows in self._norms[: len(points)].isfinite().nonzero().squeeze(1).split(65_536):
             self._set_norms(rows)
 
@@ -419,15 +437,14 @@ class NeighborGraph:
     def _rescore(self, scale: Tensor) -> None:
         """Puts all lists into order under another scale."""
         worst = float((scale / self._scale).min()) ** 2
-        self._scale, self._side = scale, None
-        self._refresh_norms()
+        self._work_under(scale)
         before = after = 0.0
         head = self.candidates
         if self._drift(scale, self._ordered_under) < _REORDER:
             head = min(self.k + 6, head)  # none from farther down has come among the first k
         else:
             self._ordered_under = scale
-        for rows in torch.arange(self.table.size, device=scale.device).split(8_192):
+        for rows in torch.arange(self.table.size, device=self._lists.device).split(8_192):
             lists, old = self._lists[rows, :head].long(), self._distances[rows, :head]
             new = self._direct(rows, lists)
             before += float(old.masked_fill(lists < 0, 0.0).sum())
@@ -480,8 +497,9 @@ class NeighborGraph:
         for block in missing.split(2 * _BLOCK):
             # A list that was made under another scale still bounds the one to be made.
             bound = self._candidates(block)[1].amax(1) * (1 + 1e-5)
-            if not bound.isfinite().all():
-                bound = torch.minimum(bound, self._first_bound(block))
+            unbound = bound.isinf()
+            if unbound.any():
+                bound[unbound] = self._first_bound(block[unbound])
             self._make_lists(block, bound, offer=False)
             self._counts["built"] += len(block)
             if self._counts["built"] % _SAMPLE < len(block):
@@ -489,7 +507,8 @@ class NeighborGraph:
 
     def _candidates(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Lists `[q, C]` without points that have been overwritten, and their distances."""
-        lists, distances = self._lists[index].long(), self._distances[index]
+        lists = self._lists.index_select(0, index).long()
+        distances = self._distances.index_select(0, index)
         if self._stale:
             old = self._waits[lists.clamp_min(0)]
             distances = distances.masked_fill(old, torch.inf)
@@ -500,9 +519,11 @@ class NeighborGraph:
         """Lists `[q, k]` put right where one that waits is nearer, or has been overwritten."""
         k = lists.shape[1]
         norms, left = self._arrivals_side()
-        distances = torch.addmm(norms, self._right(index), left.T)
-        nearest_arrival = distances.amin(1) + self._norms[index] * (1.0 - self._rounding())
-        doubtful = (nearest_arrival < self._distances[index, k - 1]) | self._waits[index]
+        distances = torch.addmm(norms, self._right(index), left)
+        nearest_arrival = distances.amin(1)  # less what follows
+        nearest_arrival.add_(self._norms.index_select(0, index), alpha=1.0 - self._rounding())
+        last = self._distances[:, k - 1].index_select(0, index)
+        doubtful = (nearest_arrival < last) | self._waits.index_select(0, index)
         if self._stale:
             doubtful |= self._waits[lists].any(1)
         rows = doubtful.nonzero().squeeze(1)
@@ -510,12 +531,15 @@ class NeighborGraph:
             index, arrivals = index[rows], self._waiting().expand(len(rows), -1)
             listed, known = self._candidates(index)
             new = self._direct(index, arrivals)
-            absent = (arrivals == index.unsqueeze(1)) | ~self.table.valid[arrivals]
+            absent = arrivals == index.unsqueeze(1)
+            if self._holes:
+                absent |= ~self.table.valid[arrivals]
             new.masked_fill_(absent, torch.inf)
             best, found = nearest(torch.cat([known, new], 1), torch.cat([listed, arrivals], 1), k)
-            beyond = (best[:, -1] > self._reach[index]) & self.table.valid[index]
-            if beyond.any():  # overwriting has left too few within reach
-                found[beyond] = self._brute_force(index[beyond], k, self._scale)
+            if self._stale:  # overwriting may have left too few within reach
+                beyond = (best[:, -1] > self._reach[index]) & self.table.valid[index]
+                if beyond.any():
+                    found[beyond] = self._brute_force(index[beyond], k, self._scale)
             lists[rows] = found
         return lists
 
@@ -524,19 +548,22 @@ class NeighborGraph:
         if self._side is None:
             arrivals = self._waiting()
             norms, left = self._left(arrivals)
-            self._side = norms.masked_fill_(~self.table.valid[arrivals], torch.inf), left
+            if self._holes:
+                norms.masked_fill_(~self.table.valid[arrivals], torch.inf)
+            self._side = norms, left.T
         return self._side
 
     def _prove(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
         """Answers under the very scale of the query, each proven or searched again."""
-        scale = scale.to(self._scale.device, torch.float64)
         lists = self._candidates(index)[0]
         arrivals = self._waiting().expand(len(index), -1)
         arrivals = arrivals.masked_fill(arrivals == index.unsqueeze(1), -1)
-        worst = self._doubt * float((scale / self._scale).min()) ** 2 * self._safety()
+        worst = float((scale.cpu() / self._scale).min()) ** 2 * self._doubt * self._safety()
         frontier = self._reach[index].double() * worst
         frontier.masked_fill_(~self._listed[index], -1.0)
-        return refine(self.table, index, torch.cat([lists, arrivals], 1), frontier, k, scale)
+        candidates = torch.cat([lists, arrivals], 1)
+        scale = scale.to(candidates.device, torch.float64)
+        return refine(self.table, index, candidates, frontier, k, scale)
 
     def _safety(self) -> float:
         """What float32 rounding of distances by differences leaves of a reach."""
@@ -573,8 +600,8 @@ class NeighborGraph:
             getattr(self, name)[: len(then)] = state[name]
             getattr(self, name)[len(then) :] = _EMPTY[name]
         for name in _OTHER:
-            value = state[name]
-            setattr(self, name, value.to(now.device) if isinstance(value, Tensor) else copy(value))
+            setattr(self, name, copy(state[name]))
+        self._factors, self._center = self._factors.to(now.device), self._center.to(now.device)
         self._arrivals = [state["arrivals"].to(now.device)] if len(state["arrivals"]) else []
         self._sample = self._last = None
         changed = torch.ones(len(now), dtype=torch.bool, device=now.device)
