@@ -100,7 +100,8 @@ class NeighborGraph:
         self.table.clear()
         self._allocate(0)
         self._arrivals: list[Tensor] = []
-        self._side: tuple[Tensor, Tensor] | None = None  # see `_arrivals_side`
+        self._side: tuple[Tensor, Tensor, Tensor] | None = None  # see `_arrivals_side`
+        self._limits: Tensor | None = None  # see `_thresholds`
         self._scale = self._factors = torch.empty(0)  # the working scale; in the points' dtype
         self._ordered_under = self._made_under = self._scale  # when whole lists were; when made
         self._center = torch.empty(0)
@@ -154,8 +155,11 @@ class NeighborGraph:
             self._arrivals.append(fresh)
         self._waits[rows] = True
         self._side = None
+        if self._limits is not None:
+            self._limits[rows] = torch.inf
 
     def _grow(self) -> None:
+        self._limits = None
         before = {name: getattr(self, name) for name in _EMPTY}
         self._allocate(len(self.table.points))
         for name, tensor in before.items():
@@ -205,6 +209,7 @@ class NeighborGraph:
             best, positions = nearest(distances, self._lists[rows], self.candidates)
             self._distances[rows], self._lists[rows] = best, positions
             self._listed[rows] &= best[:, self.k - 1] <= self._reach[rows]
+            self._renew(rows)
 
     # -- sweeping ----------------------------------------------------------------------------------
 
@@ -332,6 +337,7 @@ class NeighborGraph:
         best, lists = nearest(distances, lists, self.candidates + 1)
         self._distances[target], self._lists[target] = best[:, :-1], lists[:, :-1]
         self._reach[target] = torch.minimum(self._reach[target], best[:, -1])
+        self._renew(target)
 
     def _keep_nearest(
         self,
@@ -361,6 +367,7 @@ class NeighborGraph:
         self._distances[rows] = distances[:, :-1]
         self._reach[rows] = torch.minimum(distances[:, -1], bound)
         self._listed[rows] = True
+        self._renew(rows)
 
     def _direct(self, index: Tensor, others: Tensor) -> Tensor:
         """Squared distances `[q, m]` by differences, float32, under the working scale."""
@@ -416,7 +423,7 @@ class NeighborGraph:
 
     def _work_under(self, scale: Tensor) -> None:
         points, valid = self.table.rows()
-        self._scale, self._side = scale, None
+        self._scale, self._side, self._limits = scale, None, None
         self._factors = scale.to(points.device, points.dtype)
         center = points.sum(0, dtype=torch.float64) / max(int(valid.sum()), 1)
         self._center, self._largest = center.to(points.dtype), 0.0
@@ -518,19 +525,16 @@ class NeighborGraph:
     def _with_arrivals(self, index: Tensor, lists: Tensor) -> Tensor:
         """Lists `[q, k]` put right where one that waits is nearer, or has been overwritten."""
         k = lists.shape[1]
-        norms, left = self._arrivals_side()
+        norms, left, scaled = self._arrivals_side()
         distances = torch.addmm(norms, self._right(index), left)
-        nearest_arrival = distances.amin(1)  # less what follows
-        nearest_arrival.add_(self._norms.index_select(0, index), alpha=1.0 - self._rounding())
-        last = self._distances[:, k - 1].index_select(0, index)
-        doubtful = (nearest_arrival < last) | self._waits.index_select(0, index)
+        doubtful = distances.amin(1) < self._thresholds().index_select(0, index)
         if self._stale:
             doubtful |= self._waits[lists].any(1)
         rows = doubtful.nonzero().squeeze(1)
         if len(rows):
             index, arrivals = index[rows], self._waiting().expand(len(rows), -1)
             listed, known = self._candidates(index)
-            new = self._direct(index, arrivals)
+            new = _differences(self._centered(index), scaled)
             absent = arrivals == index.unsqueeze(1)
             if self._holes:
                 absent |= ~self.table.valid[arrivals]
@@ -543,15 +547,29 @@ class NeighborGraph:
             lists[rows] = found
         return lists
 
-    def _arrivals_side(self) -> tuple[Tensor, Tensor]:
-        """The arrivals' side, as of `_left`, of lower bounds on squared distances."""
+    def _arrivals_side(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The arrivals' side, as of `_left`, of lower bounds on distances; and themselves."""
         if self._side is None:
             arrivals = self._waiting()
             norms, left = self._left(arrivals)
             if self._holes:
                 norms.masked_fill_(~self.table.valid[arrivals], torch.inf)
-            self._side = norms, left.T
+            self._side = norms, left.T, self._centered(arrivals)
         return self._side
+
+    def _thresholds(self) -> Tensor:
+        """What `[n]` the arrivals' side must fall below to come among a row's first k."""
+        if self._limits is None:
+            self._limits = torch.empty_like(self._norms)
+            self._renew(slice(None))
+        return self._limits
+
+    def _renew(self, rows: Tensor | slice) -> None:
+        if self._limits is not None:
+            norms, last = self._norms[rows], self._distances[rows, self.k - 1]
+            limits = last - norms * (1.0 - self._rounding())
+            # Those that wait themselves have been compared with no other that does.
+            self._limits[rows] = limits.masked_fill_(self._waits[rows], torch.inf)
 
     def _prove(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
         """Answers under the very scale of the query, each proven or searched again."""
@@ -603,7 +621,7 @@ class NeighborGraph:
             setattr(self, name, copy(state[name]))
         self._factors, self._center = self._factors.to(now.device), self._center.to(now.device)
         self._arrivals = [state["arrivals"].to(now.device)] if len(state["arrivals"]) else []
-        self._sample = self._last = None
+        self._sample = self._last = self._limits = None
         changed = torch.ones(len(now), dtype=torch.bool, device=now.device)
         changed[: len(then)] = ~same
         self._replaced(changed.nonzero().squeeze(1))
@@ -638,6 +656,11 @@ class NeighborGraph:
 
 def _make_graph(k: int, candidates: int, exact: bool) -> NeighborGraph:
     return NeighborGraph(k, candidates=candidates, exact=exact)
+
+
+def _differences(points: Tensor, others: Tensor) -> Tensor:
+    """Squared distances `[q, m]` between `[q, d]` and `[m, d]`, by differences."""
+    return torch.cdist(points, others, compute_mode="donot_use_mm_for_euclid_dist").square_()
 
 
 def _by_row(rows: Tensor, columns: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
