@@ -277,14 +277,18 @@ def test_far_from_the_origin():
     assert recall(points, index, graph.query(index, 10, scale), scale) >= 0.999
 
 
-def test_memory_beyond_the_keys():
+def test_memory_beyond_the_keys_at_any_size():
     graph = NeighborGraph(k=10)
-    graph.write(torch.arange(4_096), torch.randn(4_096, 3))
-    graph.query(torch.arange(100), 10, torch.ones(3))
-    tensors = [t for t in vars(graph).values() if isinstance(t, torch.Tensor)]
-    total = sum(t.nbytes for t in tensors) + graph.table.valid.nbytes
-    assert len(graph.table.points) == 4_096
-    assert total / 4_096 <= 300
+    for start in range(0, 6_000, 50):
+        graph.write(torch.arange(start, start + 50), torch.randn(50, 3))
+        graph.query(torch.arange(20), 10, torch.ones(3))
+        size = start + 50
+        if size >= 1_024:
+            tensors = [t for t in vars(graph).values() if isinstance(t, torch.Tensor)]
+            constant = sum(t.nbytes for t in tensors if len(t) < 1_024)
+            total = sum(t.nbytes for t in tensors) - constant + graph.table.valid.nbytes
+            assert total / size <= 300
+            assert constant <= 2**14
 
 
 def test_saved_lists_are_taken_up_and_not_made_anew(tmp_path):

@@ -80,7 +80,8 @@ class PointTable:
 
     def _reserve(self, size: int) -> None:
         if size > len(self.points):
-            grown = max(size, 2 * len(self.points), 1024)
+            # By little at a time: what is kept for each point is many times the cost of copying it.
+            grown = max(size, len(self.points) + len(self.points) // 12, 1024)
             points = self.points.new_empty((grown, self.points.shape[1]))
             points[: self.size] = self.points[: self.size]
             valid = self.valid.new_zeros(grown)
