@@ -284,7 +284,8 @@ def test_memory_beyond_the_keys_at_any_size():
         graph.query(torch.arange(20), 10, torch.ones(3))
         size = start + 50
         if size >= 1_024:
-            tensors = [t for t in vars(graph).values() if isinstance(t, torch.Tensor)]
+            parts = (graph, graph._metric, graph._lists)
+            tensors = [t for part in parts for t in vars(part).values() if torch.is_tensor(t)]
             constant = sum(t.nbytes for t in tensors if len(t) < 1_024)
             total = sum(t.nbytes for t in tensors) - constant + graph.table.valid.nbytes
             assert total / size <= 300
@@ -486,7 +487,7 @@ def test_empty_positions_do_not_count_as_zeros_in_the_drift():
     graph = NeighborGraph(k=10)
     graph.write(torch.arange(400), points)
     graph.query(torch.arange(400), 10, torch.ones(6, dtype=torch.float64))
-    assert graph._varies.tolist() == [False] + 5 * [True]
+    assert graph._metric.varies.tolist() == [False] + 5 * [True]
 
 
 def saved_graph(points, scale) -> dict:
@@ -529,7 +530,7 @@ def test_a_state_of_no_use_is_left_alone(harm):
     points, scale = walk(1_000), torch.ones(6, dtype=torch.float64)
     state = saved_graph(points, scale)
     if harm == "another version":
-        del state["_reach"]
+        del state["lists"]["reach"]
     points = {"fewer rows": points[:800], "other rows": points + 1e-3}.get(harm, points)
     graph = NeighborGraph(k=10)
     graph.write(torch.arange(len(points)), points)

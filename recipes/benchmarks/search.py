@@ -58,10 +58,11 @@ def clustered_graph(points: Tensor, scale: Tensor, n: int) -> NeighborGraph:
         distances.diagonal(dim1=1, dim2=2).fill_(torch.inf)
         best, column = distances.topk(c + 1, largest=False)
         first = index.view(-1, CLUSTER, 1)[:, :1]
-        graph._lists[index] = (column + first)[..., :-1].reshape(-1, c).int()
-        graph._distances[index] = best[..., :-1].reshape(-1, c)
-        graph._reach[index] = best[..., -1].flatten()
-        graph._listed[index] = True
+        lists = graph._lists
+        lists.positions[index] = (column + first)[..., :-1].reshape(-1, c).int()
+        lists.distances[index] = best[..., :-1].reshape(-1, c)
+        lists.reach[index] = best[..., -1].flatten()
+        lists.listed[index] = True
     return graph
 
 

@@ -1,0 +1,193 @@
+"""Distances between points under a working scale."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nmer_torchrl.neighbors.base import PointTable
+from nmer_torchrl.neighbors.exact import relative_error
+
+_TILE = 2**18  # distances that a sweep holds at a time: they stay in the processor's cache
+_GATHER = 2**19  # numbers that are gathered at a time, likewise
+_FEW = 2**16  # numbers that are not worth the trouble
+_STATE = ("scale", "factors", "center", "offset", "largest", "varies", "constants")
+
+
+class Metric:
+    """The points of a table under a working scale: products for sweeps, differences for answers.
+
+    Points take part in sweeps once they are included; `norms` is infinite for all others. All
+    distances are squared, float32.
+    """
+
+    def __init__(self, table: PointTable) -> None:
+        self.table = table
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets the scale, and which points are included."""
+        self.norms = torch.empty(0, device=self.table.points.device)  # relative to the center
+        self.scale = self.factors = torch.empty(0)  # the working scale; in the points' dtype
+        self.center = torch.empty(0)
+        self.offset = 0.0  # the norm of the center
+        self.largest = 0.0  # the largest of the norms
+        self.varies = torch.empty(0, dtype=torch.bool)  # dimensions in which points differ
+        self.constants = False  # whether there are others
+
+    def resize(self) -> None:
+        """Makes room for as many points as the table has."""
+        before, points = self.norms, self.table.points
+        self.norms = torch.full((len(points),), torch.inf, device=points.device)
+        self.norms[: len(before)] = before
+
+    def work_under(self, scale: Tensor) -> None:
+        """Takes up another scale, float64 on the CPU."""
+        points, valid = self.table.rows()
+        self.scale, self.factors = scale, scale.to(points.device, points.dtype)
+        center = points.sum(0, dtype=torch.float64) / max(int(valid.sum()), 1)
+        self.center, self.largest = center.to(points.dtype), 0.0
+        self.offset = float((center * self.factors).norm())
+        there = points if valid.all() else points[valid]
+        if len(there):
+            self.varies = (there.amax(0) != there.amin(0)).cpu()
+        self.constants = bool(self.varies.any()) and not bool(self.varies.all())
+        for rows in self.norms[: len(points)].isfinite().nonzero().squeeze(1).split(65_536):
+            self.include(rows)
+
+    def include(self, rows: Tensor) -> None:
+        """Has points take part in sweeps."""
+        norms = self.centered(rows).square().sum(-1)
+        self.norms[rows] = norms
+        if len(norms):
+            self.largest = max(self.largest, float(norms.amax()))
+
+    def log_ratios(self, scale: Tensor, other: Tensor) -> np.ndarray[Any, Any]:
+        """Of two scales, in NumPy, which is quicker for so few numbers.
+
+        Dimensions in which all points agree have no part in any distance, and none in this.
+        """
+        ratios = np.log(scale.numpy() / other.numpy())
+        return ratios[self.varies.numpy() | (ratios != 0)] if self.constants else ratios
+
+    def drift(self, scale: Tensor, other: Tensor) -> float:
+        """How differently two scales weigh the dimensions: the spread of their log-ratios."""
+        return float(self.log_ratios(scale, other).std())
+
+    # -- differences -------------------------------------------------------------------------------
+
+    def centered(self, index: Tensor | slice) -> Tensor:
+        """Points `[n, d]` relative to the center, under the working scale, float32."""
+        return ((self.table.points[index] - self.center) * self.factors).float()
+
+    def direct(self, index: Tensor, others: Tensor) -> Tensor:
+        """Distances `[q, m]` by differences; infinite to -1."""
+        points, (q, m), d = self.table.points, others.shape, self.table.points.shape[1]
+        if q * m * d < _FEW:
+            difference = (points[others] - points[index].unsqueeze(1)) * self.factors
+            return difference.square_().sum(-1).float().masked_fill_(others < 0, torch.inf)
+        ones = points.new_ones(d)
+        squared = points.new_empty((q, m))
+        step = max(_GATHER // (m * d), 1)
+        memory = points.new_empty((min(step, q) * m, d))
+        for start in range(0, q, step):
+            chunk = others[start : start + step]
+            rows = memory[: chunk.numel()]
+            torch.index_select(points, 0, chunk.clamp_min(0).flatten(), out=rows)
+            rows.view(-1, m, d).sub_(points[index[start : start + step]].unsqueeze(1))
+            squared[start : start + step] = (rows.mul_(self.factors).square_() @ ones).view(-1, m)
+        return squared.float().masked_fill_(others < 0, torch.inf)
+
+    def safety(self) -> float:
+        """What the rounding of distances by differences leaves of a bound."""
+        return 1.0 - relative_error(len(self.scale))
+
+    # -- products ----------------------------------------------------------------------------------
+
+    def sweep(
+        self, rows: Tensor, bound: Tensor, reach: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Pairs `[h]` of rows and columns that may be nearer than the one's bound or other's reach.
+
+        With lower bounds `[h]` of their distances: rounding excludes no one. `bound` is `[m]` for
+        the rows, `reach` `[n]` for all points. One tile of the product is held at a time, in memory
+        that is used again: fresh memory would cost more than the product.
+        """
+        size = self.table.size
+        norms, left = self.left(rows)
+        limit, norms = bound.unsqueeze(1), norms.unsqueeze(1)
+        step = max(_TILE // len(rows), 512)
+        memory = torch.empty(2, len(rows) * step, device=left.device)
+        found = []
+        for start in range(0, size, step):
+            tile = slice(start, min(start + step, size))
+            products, limits = memory[:, : len(rows) * (tile.stop - start)].view(2, len(rows), -1)
+            right = self.right(tile).T
+            torch.addmm(self.norms[tile], left, right, beta=self.kept_of_norms(), out=products)
+            if reach is None:
+                products -= limit - norms
+            else:
+                products -= torch.maximum(limit, reach[tile], out=limits).sub_(norms)
+            columns = (products.amin(0) < 0).nonzero().squeeze(1)
+            excess = products[:, columns]
+            row, hit = (excess < 0).nonzero(as_tuple=True)
+            found.append((row, columns[hit] + start, excess[row, hit]))
+        row, column, excess = (torch.cat(parts) for parts in zip(*found, strict=True))
+        limits = bound[row] if reach is None else torch.maximum(bound[row], reach[column])
+        return row, column, excess + limits
+
+    def left(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers `[m]` and vectors `[m, d]` for lower bounds of distances to `right`.
+
+        With `a` and `b` relative to a center, `|a - b|**2 = |a|**2 + |b|**2 - 2ab`. Only this side
+        is shifted, so that stored points go into the product as they are, unless they are too far
+        from the origin for that. The rounding of all this is at most a share of
+        `|a|**2 + |b|**2 + |a||b| + |a||center|`; each side bears its own.
+        """
+        left, kept = self.centered(rows), self.kept_of_norms()
+        norms = left.norm(dim=-1)
+        if self._remote():
+            return norms.square_().mul_(kept), left.mul_(-2.0)
+        norms = (norms * kept - (1.0 - kept) * self.offset).mul_(norms)
+        left = (left * self.factors).float()
+        return norms.addmv_(left, self.center.float(), alpha=2.0), left.mul_(-2.0)
+
+    def right(self, index: Tensor | slice) -> Tensor:
+        """Vectors `[n, d]` that `left` is multiplied with."""
+        if self._remote():
+            return self.centered(index)
+        points = self.table.points
+        some = points[index] if isinstance(index, slice) else points.index_select(0, index)
+        return some.float()
+
+    def kept_of_norms(self) -> float:
+        """What rounding leaves of a squared norm in products, `|a||b|` taken half by half."""
+        return 1.0 - 1.5 * relative_error(len(self.scale))
+
+    def _remote(self) -> bool:
+        """Whether the origin is so far off, by the spread of the points, that rounding tells."""
+        return self.offset > 100.0 * (1.0 + self.largest**0.5)
+
+    def beyond_all(self, rows: Tensor) -> float:
+        """A number that no distance from these rows exceeds."""
+        farthest = float(self.centered(rows).norm(dim=-1).amax())
+        return 1.01 * (farthest + self.largest**0.5) ** 2 + 1
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and what was derived from it."""
+        norms = self.norms[: self.table.size].clone()
+        return {"norms": norms, **{name: getattr(self, name) for name in _STATE}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up a saved state of the first points of the table."""
+        for name in _STATE:
+            setattr(self, name, copy(state[name]))
+        device = self.table.points.device
+        self.factors, self.center = self.factors.to(device), self.center.to(device)
+        self.norms.fill_(torch.inf)[: len(state["norms"])] = state["norms"]
