@@ -175,7 +175,7 @@ class HNSW:
     def query(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
         """The k nearest, itself dropped by position."""
         found = torch.from_numpy(self.index.search(self.points[index.numpy()], k + 1)[1])
-        order = (found == index.unsqueeze(1)).int().argsort(1, stable=True)
+        order = (found == index.unsqueeze(1)).int().argsort(dim=1, stable=True)
         return found.gather(1, order)[:, :k]
 
 

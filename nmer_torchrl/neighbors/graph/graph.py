@@ -18,7 +18,7 @@ _BLOCK = 128  # arrivals that are worth a sweep
 _SAMPLE = 1_024  # columns that bound the reach of a row without a list
 _RESCORE = 0.001  # drift of the scale after which lists are put into order anew
 _REORDER = 0.02  # drift of the scale after which whole lists are put into order, not just heads
-_REBUILD = 0.06  # drift of the scale after which lists are made anew
+_REBUILD = 0.05  # drift of the scale after which lists are made anew
 _FACTOR = 5.0  # common factor of two scales, in logarithms, before float32 might overflow
 _STATE = ("_ordered_under", "_made_under", "_doubt", "_stale", "_holes", "_counts")
 
