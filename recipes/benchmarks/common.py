@@ -57,9 +57,15 @@ def make_rows(n: int, observations: int, actions: int) -> TensorDict:
 
 
 def make_clusters(n: int, d: int, size: int = 64) -> Tensor:
-    """Points `[n, d]` in tight clusters of that size: neighbours are known to be in the cluster."""
+    """Points `[n, d]` in tight clusters of that size: neighbours are known to be in the cluster.
+
+    Each point has a spread of its own, so that the distances within a cluster differ as real ones
+    do; were they alike, brute force could not tell them apart in float32.
+    """
     centers = 3 * torch.randn(-(-n // size), d)
-    return (centers.repeat_interleave(size, 0) + 0.1 * torch.randn(len(centers) * size, d))[:n]
+    count = len(centers) * size
+    spread = 0.2 * torch.rand(count, 1)
+    return (centers.repeat_interleave(size, 0) + spread * torch.randn(count, d))[:n]
 
 
 def write_table(rows: list[dict[str, Any]], path: Path) -> None:

@@ -260,9 +260,11 @@ class NeighborGraph:
             self._insert(self._waiting())
         if k > (self.candidates if self.exact else self.k):
             return self._brute_force(index, k, scale)
+        return self._prove(index, k, scale) if self.exact else self._answer(index, k)
+
+    def _answer(self, index: Tensor, k: int) -> Tensor:
+        """Answers `[q, k]` under the working scale."""
         self._build(index)
-        if self.exact:
-            return self._prove(index, k, scale)
         found = self._lists.positions[:, :k].index_select(0, index).long()  # faster than brackets
         if self._arrivals:
             found = self._with_arrivals(index, found)
@@ -282,7 +284,7 @@ class NeighborGraph:
 
     def _with_arrivals(self, index: Tensor, found: Tensor) -> Tensor:
         """Answers `[q, k]` put right where one that waits is nearer, or has been overwritten."""
-        k = found.shape[1]
+        asked, k = index, found.shape[1]
         norms, left, scaled = self._arrivals_side()
         distances = torch.addmm(norms, self._metric.right(index), left)
         doubtful = distances.amin(1) < self._thresholds().index_select(0, index)
@@ -298,10 +300,11 @@ class NeighborGraph:
                 absent |= ~self.table.valid[arrivals]
             new.masked_fill_(absent, torch.inf)
             best, merged = nearest(torch.cat([known, new], 1), torch.cat([listed, arrivals], 1), k)
-            if self._stale:  # overwriting may have left too few within reach
+            if self._stale:
                 beyond = (best[:, -1] > self._lists.reach[index]) & self.table.valid[index]
-                if beyond.any():
-                    merged[beyond] = self._brute_force(index[beyond], k, self._metric.scale)
+                if beyond.any():  # overwriting has left too few within reach: no more waiting
+                    self._insert(self._waiting())
+                    return self._answer(asked, k)
             found[rows] = merged
         return found
 
@@ -332,6 +335,7 @@ class NeighborGraph:
 
     def _prove(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
         """Answers under the very scale of the query, each proven or searched again."""
+        self._build(index)
         listed = self._candidates(index)[0]
         arrivals = self._waiting().expand(len(index), -1)
         arrivals = arrivals.masked_fill(arrivals == index.unsqueeze(1), -1)
