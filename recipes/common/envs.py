@@ -30,7 +30,8 @@ def make_gym_env(cfg: DictConfig, *, render_mode: str | None = None) -> gymnasiu
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that v4 is old is why one asks for it
-            env = gymnasium.make(cfg.id, disable_env_checker=True, render_mode=render_mode)
+            options = {} if render_mode is None else {"render_mode": render_mode}
+            env = gymnasium.make(cfg.id, disable_env_checker=True, **options)
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
         raise UsageError(
             f"The environment {cfg.id} cannot be made: {error} "

@@ -106,7 +106,7 @@ class WandbLogger:
 
     def close(self) -> None:
         """Sends what is left."""
-        self._run.finish(quiet=True)
+        self._run.finish()
 
 
 class TensorboardLogger:
