@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.errors import MissingConfigException
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
-from common import config, envs, evaluate, streams  # noqa: E402
+from common import checkpoint, config, envs, evaluate, streams  # noqa: E402
 
 METHODS = {"U": "uniform", "NMER": "nmer"}
 TASKS = sorted(path.stem for path in (RECIPES / "conf" / "env").glob("*.yaml"))
@@ -90,6 +91,41 @@ def test_evaluations_and_checkpoints_are_shares_of_the_run():
 def test_values_that_no_run_could_use_are_refused(override, words):
     with pytest.raises(config.UsageError, match=words):
         config.check(make_config("sac", override))
+
+
+@pytest.mark.parametrize(("group", "known"), [("replay", "nmer"), ("logger", "wandb")])
+def test_an_unknown_choice_lists_the_known_ones(group, known):
+    with pytest.raises(MissingConfigException, match=rf"(?s)best.*Available options.*{known}"):
+        make_config("sac", f"{group}=best")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("env.id=CartPole-v1", r"Discrete\(2\).*Box action space"),
+        ("env.id=Nothing-v0", "Nothing"),
+        ("env.version=v2", "Walker2d"),
+    ],
+)
+def test_tasks_that_cannot_be_learned_are_refused(override, words):
+    with pytest.raises(config.UsageError, match=words):
+        envs.make_gym_env(make_config("sac", override).env)
+
+
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
+    (tmp_path / checkpoint.FILE).write_bytes(b"not a checkpoint")
+    with pytest.raises(config.UsageError, match="cannot be read as a checkpoint"):
+        checkpoint.Checkpoint(tmp_path).load()
+
+
+def test_a_checkpoint_executes_nothing(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return (print, ("executed",))
+
+    torch.save({"part": Trap()}, tmp_path / checkpoint.FILE)
+    with pytest.raises(config.UsageError, match="cannot be read as a checkpoint"):
+        checkpoint.Checkpoint(tmp_path).load()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_recipe_parts import make_config
+
+from common import config  # isort: skip
+from common.runs import Run  # isort: skip
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 SMALL = ["hidden=[16,16]", "batch_size=16", "eval_episodes=2", "logger=none"]
@@ -21,9 +25,9 @@ def command(recipe: str, *arguments: str) -> list[str]:
     return [sys.executable, str(RECIPES / f"{recipe}.py"), *arguments]
 
 
-def environment(**variables: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
-    return kept | {"OMP_NUM_THREADS": "1"} | variables
+    return kept | {"OMP_NUM_THREADS": "1", "NETRC": os.devnull}
 
 
 def run(recipe: str, *arguments: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess:
@@ -62,7 +66,7 @@ def rows_written(directory: Path) -> int:
 
 
 KILLED = [
-    "total_frames=300",
+    "total_frames=200",
     "random_frames=60",
     "replay_ratio=2",
     "eval_every=20",
@@ -71,15 +75,14 @@ KILLED = [
 ]
 
 
+SAC, TD3 = pytest.mark.xdist_group("recipes_sac"), pytest.mark.xdist_group("recipes_td3")
+
+
 @pytest.mark.parametrize(
     ("recipe", "task"),
     [
-        pytest.param(
-            "sac", ["env=Hopper", "replay=nmer"], marks=pytest.mark.xdist_group("recipes_sac")
-        ),
-        pytest.param(
-            "td3", ["env=Pendulum", "replay=mixup"], marks=pytest.mark.xdist_group("recipes_td3")
-        ),
+        pytest.param("sac", ["env=Hopper", "replay=nmer"], marks=SAC),
+        pytest.param("td3", ["env=InvertedPendulum", "replay=mixup"], marks=TD3),
     ],
 )
 def test_a_killed_run_goes_on_number_for_number(tmp_path, recipe, task):
@@ -93,30 +96,30 @@ def test_a_killed_run_goes_on_number_for_number(tmp_path, recipe, task):
         stderr=subprocess.PIPE,
         text=True,
     )
-    # Past a checkpoint at 150 and in front of the one at 200, so that rows must come again.
-    wait_for(lambda: rows_written(killed) >= 8, process)
+    # Past the checkpoint at 100 and in front of that at 150, so that rows must come again.
+    wait_for(lambda: rows_written(killed) >= 6, process)
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert not (killed / "summary.json").exists()
     lost = torch.load(killed / "checkpoint.pt", weights_only=True)["collector"]["frames"]
-    assert 100 <= lost < 300
+    assert 100 <= lost < 200
 
     run(recipe, *task, *KILLED, "run_dir=killed", "resume=auto", cwd=tmp_path)
     whole, again = metrics(tmp_path / "whole"), metrics(killed)
-    assert [int(row["frames"]) for row in again] == list(range(20, 301, 20))
-    assert len({row["eval/return"] for row in whole}) > 5
+    assert [int(row["frames"]) for row in again] == list(range(20, 201, 20))
+    assert len({row["eval/return"] for row in whole}) > 4
     assert without_times(again) == without_times(whole)
 
     summary = json.loads((killed / "summary.json").read_text())
-    last = [float(row["eval/return"]) for row in whole[-11:]]
-    assert summary["score"] == pytest.approx(sum(last) / 11)
-    assert summary["updates"] == 480 == int(again[-1]["train/updates"])
+    last = [float(row["eval/return"]) for row in whole]
+    assert summary["score"] == pytest.approx(sum(last) / 10)
+    assert summary["updates"] == 280 == int(again[-1]["train/updates"])
     for name in ("config.yaml", "metrics.csv", "curve.png", "summary.json", "checkpoint.pt"):
         assert (killed / name).stat().st_size > 0
 
 
-@pytest.mark.xdist_group("recipes_td3")
+@TD3
 def test_ctrl_c_writes_a_checkpoint_and_says_how_to_go_on(tmp_path):
     arguments = ["env=InvertedPendulum", "total_frames=100000", "random_frames=50", "eval_every=20"]
     process = subprocess.Popen(
@@ -139,18 +142,16 @@ def test_ctrl_c_writes_a_checkpoint_and_says_how_to_go_on(tmp_path):
     assert state["collector"]["frames"] >= 60
     assert not (directory / "summary.json").exists()
 
-    refused = run(
-        "td3", *arguments, *SMALL, "gamma=0.9", f"resume={directory}", cwd=tmp_path, code=1
-    )
-    assert "another config" in refused.stderr
-    assert "gamma=0.99" in refused.stderr
+    with pytest.raises(config.UsageError, match=r"another config.* gamma=0.99"):
+        Run(make_config("td3", *arguments, *SMALL, "gamma=0.9", f"resume={directory}"))
 
 
-@pytest.mark.xdist_group("recipes_sac")
+@SAC
 def test_the_replay_method_changes_neither_networks_nor_random_frames(tmp_path):
     arguments = ["env=Reacher", "total_frames=80", "random_frames=60", "eval_every=20", *SMALL]
-    for kind in ("uniform", "nmer"):
-        run("sac", *arguments, f"replay={kind}", f"run_dir={kind}", cwd=tmp_path)
+    for kind, logger in (("uniform", "none"), ("nmer", "wandb")):
+        chosen = [f"replay={kind}", f"logger={logger}", f"run_dir={kind}"]
+        errors = run("sac", *arguments, *chosen, cwd=tmp_path).stderr
     uniform, nmer = metrics(tmp_path / "uniform"), metrics(tmp_path / "nmer")
     for column in ("eval/return", "eval/q_value", "train/return"):
         assert [row[column] for row in uniform[:3]] == [row[column] for row in nmer[:3]]
@@ -174,43 +175,35 @@ def test_the_replay_method_changes_neither_networks_nor_random_frames(tmp_path):
     assert torch.equal(first, second)
     assert first.abs().max() > 0
 
-    refused = run("sac", *arguments, "run_dir=nmer", cwd=tmp_path, code=1)
-    assert "not overwritten" in refused.stderr
+    # Without a key Weights & Biases logs offline, and a line says how to send it.
+    (line,) = [line for line in errors.splitlines() if "wandb sync" in line]
+    place = tmp_path / line.split("wandb sync ")[1]
+    (file,) = place.glob("*.wandb")
+    content = file.read_bytes()
+    for word in (b"eval/return", b"replay/neighbor_distance", b"sac-Reacher-nmer-seed0"):
+        assert word in content
+    state = torch.load(tmp_path / "nmer" / "checkpoint.pt", weights_only=True)
+    assert place.name.endswith(state["run"]["logger_id"])
+
+    with pytest.raises(config.UsageError, match="not overwritten"):
+        Run(make_config("sac", *arguments, f"run_dir={tmp_path / 'nmer'}"))
+    with pytest.raises(config.UsageError, match="is complete"):
+        Run(make_config("sac", *arguments, f"resume={tmp_path / 'nmer'}"))
 
 
-@pytest.mark.xdist_group("recipes_td3")
-def test_td3_learns_pendulum(tmp_path):
-    run(
-        "td3",
-        "env=Pendulum",
-        "replay=nmer",
-        "total_frames=3000",
-        "random_frames=500",
-        "hidden=[64,64]",
-        "lr=0.002",
-        "eval_every=500",
-        "logger=none",
-        "run_dir=run",
-        cwd=tmp_path,
-    )
+@TD3
+def test_sac_learns_to_balance_for_longer(tmp_path):
+    arguments = ["env=InvertedPendulum", "total_frames=1000", "random_frames=300", "eval_every=250"]
+    run("sac", *arguments, "lr=0.002", "hidden=[64,64]", "logger=none", "run_dir=run", cwd=tmp_path)
     returns = [float(row["eval/return"]) for row in metrics(tmp_path / "run")]
-    assert returns[0] < -700
-    assert max(returns[-2:]) > -400
+    assert returns[0] < 30  # untrained
+    assert max(returns) > 60
 
 
-@pytest.mark.xdist_group("recipes_sac")
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["env=Hoper"], ["Hoper", "Hopper", "Walker2d"]),
-        (["replay=best"], ["best", "nmer", "uniform"]),
-        (["env.id=CartPole-v1"], ["Discrete", "Box action space"]),
-        (["total_frames=5000"], ["random_frames=10000", "total_frames=5000"]),
-    ],
-)
-def test_bad_input_says_what_is_wrong(tmp_path, arguments, words):
-    errors = run("sac", *arguments, "logger=none", cwd=tmp_path, code=1).stderr
-    for word in words:
+@TD3
+def test_an_unknown_environment_lists_the_known_ones(tmp_path):
+    errors = run("sac", "env=Hoper", "logger=none", cwd=tmp_path, code=1).stderr
+    for word in ("Hoper", "Hopper", "Walker2d"):
         assert word in errors
     assert "Traceback" not in errors
     assert not list(tmp_path.iterdir())

@@ -15,6 +15,7 @@ from torchrl.envs import Compose, DoubleToFloat, Transform, TransformedEnv
 from torchrl.envs.libs.gym import GymWrapper
 
 from common.config import UsageError
+from common.dm_control import ControlSuiteTask
 
 
 class HorizonIsNoTermination(Transform):
@@ -31,8 +32,11 @@ def make_gym_env(cfg: DictConfig, *, render_mode: str | None = None) -> gymnasiu
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that v4 is old is why one asks for it
             options = {} if render_mode is None else {"render_mode": render_mode}
-            env = gymnasium.make(cfg.id, disable_env_checker=True, **options)
-    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+            if cfg.get("suite") == "dm_control":
+                env = ControlSuiteTask(cfg.name, **options)
+            else:
+                env = gymnasium.make(cfg.id, disable_env_checker=True, **options)
+    except (gymnasium.error.Error, ImportError) as error:
         raise UsageError(
             f"The environment {cfg.id} cannot be made: {error} "
             "Choose one of recipes/conf/env, or another version by env.version."
@@ -65,7 +69,9 @@ def get_state(env: gymnasium.Env) -> dict[str, Any]:
     """The state of a task in the middle of an episode, as tensors and plain values.
 
     MuJoCo's integration state alone is not enough: rewards of Ant and Humanoid read the positions
-    of the bodies before the step, which it leaves out.
+    of the bodies before the step, which it leaves out. Of other tasks than Gymnasium's MuJoCo and
+    classic ones only the generator is kept (those of dm_control change their model at a reset): a
+    resumed run then goes on with a new episode.
     """
     task = env.unwrapped
     state: dict[str, Any] = {"random": json.dumps(task.np_random.bit_generator.state)}
@@ -90,9 +96,6 @@ def set_state(env: gymnasium.Env, state: dict[str, Any]) -> bool:
     """Restores what `get_state` returned, after a reset; False if the episode was not in it."""
     task = env.unwrapped
     task.np_random.bit_generator.state = json.loads(state["random"])
-    limit = _time_limit(env)
-    if limit is not None:
-        limit._elapsed_steps = state["elapsed"]
     if "physics" in state:
         import mujoco
 
@@ -102,7 +105,12 @@ def set_state(env: gymnasium.Env, state: dict[str, Any]) -> bool:
         task.data.xipos[:] = state["xipos"].numpy()
     elif "state" in state:
         task.state = state["state"].numpy().copy()
-    return "physics" in state or "state" in state
+    else:
+        return False
+    limit = _time_limit(env)
+    if limit is not None:
+        limit._elapsed_steps = state["elapsed"]
+    return True
 
 
 def _time_limit(env: gymnasium.Env) -> gymnasium.wrappers.TimeLimit | None:

@@ -318,7 +318,7 @@ def _create(directory: Path, cfg: DictConfig) -> None:
         directory.mkdir(parents=True, exist_ok=cfg.run_dir is not None)
     except (NotADirectoryError, PermissionError) as error:
         raise UsageError(f"run_dir={directory} cannot be made: {error}.") from None
-    _write_atomically(directory / "config.yaml", OmegaConf.to_yaml(cfg))
+    _write_atomically(directory / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
 
 
 def _check_resumable(directory: Path, cfg: DictConfig) -> None:
@@ -343,7 +343,7 @@ def _raise_if_different(directory: Path, cfg: DictConfig) -> None:
 def _differences(directory: Path, cfg: DictConfig) -> list[str]:
     """What the run in the directory was made with where that is not what is asked for now."""
     there = _flatten(OmegaConf.to_container(OmegaConf.load(directory / "config.yaml")))
-    here = _flatten(OmegaConf.to_container(cfg))
+    here = _flatten(OmegaConf.to_container(cfg, resolve=True))
     names = sorted(there.keys() | here.keys())
     return [
         f"{name}={there.get(name, 'nothing')}"
