@@ -1,6 +1,7 @@
 """What the recipes share: the paper's settings, tasks that stop and go on, streams."""
 
 import csv
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -11,14 +12,17 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
+from tensordict import TensorDict
+from torchrl.objectives import SoftUpdate
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
 from common import checkpoint, config, envs, evaluate, streams  # noqa: E402
+from common.runs import Run  # noqa: E402
 
 METHODS = {"U": "uniform", "NMER": "nmer"}
-TASKS = sorted(path.stem for path in (RECIPES / "conf" / "env").glob("*.yaml"))
+TASKS = sorted({path.stem for path in (RECIPES / "conf" / "env").glob("*.yaml")} - {"dm_control"})
 
 
 def make_config(name: str, *overrides: str):
@@ -63,6 +67,19 @@ def test_the_papers_best_settings_are_the_defaults():
 def test_settings_that_the_paper_lacks(recipe, overrides, expected):
     cfg = make_config(recipe, *overrides)
     assert (cfg.replay_ratio, cfg.actor_l2, cfg.replay.k, cfg.random_frames) == expected
+
+
+@pytest.mark.parametrize(
+    ("recipe", "env", "lr"),
+    [
+        ("sac", "Ant", 3e-4),
+        ("sac", "Pendulum", 1e-3),
+        ("td3", "Ant", 5e-4),
+        ("td3", "Reacher", 5e-4),
+    ],
+)
+def test_learning_rates(recipe, env, lr):
+    assert make_config(recipe, f"env={env}").lr == lr
 
 
 def test_methods_without_a_row_run_as_nmer_does():
@@ -110,6 +127,19 @@ def test_an_unknown_choice_lists_the_known_ones(group, known):
 def test_tasks_that_cannot_be_learned_are_refused(override, words):
     with pytest.raises(config.UsageError, match=words):
         envs.make_gym_env(make_config("sac", override).env)
+
+
+def test_a_task_of_dm_control_by_name():
+    cfg = make_config("td3", "env=dm_control", "env.name=reacher-easy")
+    if importlib.util.find_spec("dm_control") is None:
+        with pytest.raises(config.UsageError, match="pip install dm_control"):
+            envs.make_gym_env(cfg.env)
+        return
+    first, second = envs.make_gym_env(cfg.env), envs.make_gym_env(cfg.env)
+    assert np.array_equal(first.reset(seed=3)[0], second.reset(seed=3)[0])
+    assert first.reset()[0].shape == (6,)
+    with pytest.raises(config.UsageError, match="cheetah-run"):
+        envs.make_gym_env(make_config("td3", "env=dm_control", "env.name=cheetah-fly").env)
 
 
 def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
@@ -256,3 +286,35 @@ def test_a_generator_state_is_plain_text():
     env = envs.make_gym_env(make_config("sac", "env=Pendulum").env)
     env.reset(seed=0)
     assert json.loads(envs.get_state(env)["random"])["bit_generator"] == "PCG64"
+
+
+def test_targets_bootstrap_except_at_terminations():
+    import td3
+
+    cfg = make_config("td3", "hidden=[8,8]")
+    _, _, loss = td3.make_agent(cfg, 4, 1, torch.device("cpu"))
+    SoftUpdate(loss, tau=cfg.tau)
+    terminated = torch.tensor([[False], [True], [False], [True]])
+    reward = torch.arange(4.0).unsqueeze(1)
+    following = TensorDict(
+        observation=torch.randn(4, 4), reward=reward, terminated=terminated, batch_size=[4]
+    )
+    rows = TensorDict(
+        observation=torch.randn(4, 4), action=torch.zeros(4, 1), next=following, batch_size=[4]
+    )
+    _, details = loss.value_loss(rows)
+    assert torch.equal(details["target_value"] == reward.squeeze(1), terminated.squeeze(1))
+
+
+def test_a_loss_that_comes_at_every_other_frame_is_averaged_over_those(tmp_path):
+    cfg = make_config("td3", "env=Pendulum", "logger=none", f"run_dir={tmp_path / 'run'}")
+    with Run(cfg) as run:
+        run.count(1, {"loss_qvalue": 4.0})
+        run.count(2, {"loss_qvalue": 6.0, "loss_actor": 3.0})
+        returns = [1.0, 2.0]
+        run.log(2, returns, {"eval/return": 7.0})
+    (row,) = run.rows
+    assert (row["train/loss_qvalue"], row["train/loss_actor"]) == (5.0, 3.0)
+    assert row["train/return"] == 1.5
+    assert returns == []
+    assert run.score == 7.0

@@ -47,7 +47,8 @@ def register_resolvers() -> None:
 def run_recipe(train: Callable[[DictConfig], None], name: str) -> None:
     """Composes the config `name` from the command line and trains by it."""
     register_resolvers()
-    if any(option in sys.argv for option in ("--cfg", "-c")) and "--resolve" not in sys.argv:
+    shows = any(option.startswith("--cfg") or option == "-c" for option in sys.argv)
+    if shows and "--resolve" not in sys.argv:
         sys.argv.append("--resolve")  # so that the paper's values show
 
     def job(cfg: DictConfig) -> None:

@@ -13,8 +13,6 @@ from common.config import UsageError
 from common.runs import Clock
 from nmer_torchrl import NeighborPairSampler, make_replay_buffer
 
-_NOBODY = torch.empty(0, dtype=torch.int64)
-
 
 def make_buffer(cfg: DictConfig, seed: int) -> TensorDictReplayBuffer:
     """The buffer that `cfg.replay` describes; a run never stores more than its frames."""
@@ -34,7 +32,8 @@ def store(buffer: TensorDictReplayBuffer, row: TensorDictBase) -> None:
     """Stores a row, and has the neighbour search take it up now rather than at the next draw."""
     buffer.extend(row)
     if isinstance(buffer.sampler, NeighborPairSampler):
-        buffer.sampler.neighbors(buffer.storage, _NOBODY)
+        nobody = torch.empty(0, dtype=torch.int64, device=row.device)
+        buffer.sampler.neighbors(buffer.storage, nobody)
 
 
 def draw(buffer: TensorDictReplayBuffer, batches: int, clock: Clock) -> Iterator[TensorDictBase]:

@@ -93,8 +93,7 @@ class Run:
         self.interrupted: int | None = None
         self.seconds = 0.0  # before the last interruption
         self.logger_id: str | None = None
-        self._losses: dict[str, float] = {}
-        self._counted = 0
+        self._losses: dict[str, list[float]] = {}  # sum and number since the last row
         self._started = self._marked = time.perf_counter()
         self._marked_at = (0, 0)  # frames and updates at the last row
         self._marked_clock = dict(self.clock.seconds)
@@ -137,9 +136,9 @@ class Run:
     def count(self, frames: int, losses: dict[str, Any] | None) -> None:
         """Notes one frame and the losses of its last update."""
         if losses is not None:
-            self._counted += 1
             for name, value in losses.items():
-                self._losses[name] = self._losses.get(name, 0.0) + float(value)
+                total, number = self._losses.get(name, (0.0, 0))
+                self._losses[name] = [total + float(value), number + 1]
             self._tell_length(frames)
         self.bar.update(frames - self.bar.n)
 
@@ -151,8 +150,8 @@ class Run:
         row["train/episodes"] = len(returns)
         if returns:
             row["train/return"] = sum(returns) / len(returns)
-        for name, total in self._losses.items():
-            row[f"train/{name}"] = total / self._counted
+        for name, (total, number) in self._losses.items():
+            row[f"train/{name}"] = total / number
         for group in groups:
             row |= group
         row["time/seconds"] = self.seconds + now - self._started
@@ -174,7 +173,7 @@ class Run:
     def _mark(self, now: float, frames: int) -> None:
         self._marked, self._marked_at = now, (frames, self.updates)
         self._marked_clock = dict(self.clock.seconds)
-        self._losses, self._counted = {}, 0
+        self._losses = {}
 
     def _tell_length(self, frames: int) -> None:
         """Says once, from the first updates, how long a long run will take."""
@@ -249,7 +248,6 @@ class Run:
             "rows": self.rows,
             "updates": self.updates,
             "losses": self._losses,
-            "counted": self._counted,
             "marked_at": list(self._marked_at),
             "seconds": self.seconds + time.perf_counter() - self._started,
             "logger_id": self.logger_id,
@@ -258,7 +256,7 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from there."""
         self.rows, self.updates = list(state["rows"]), state["updates"]
-        self._losses, self._counted = dict(state["losses"]), state["counted"]
+        self._losses = dict(state["losses"])
         self._marked_at = tuple(state["marked_at"])
         self.seconds, self.logger_id = state["seconds"], state["logger_id"]
 
