@@ -82,7 +82,7 @@ SAC, TD3 = pytest.mark.xdist_group("recipes_sac"), pytest.mark.xdist_group("reci
     ("recipe", "task"),
     [
         pytest.param("sac", ["env=Hopper", "replay=nmer"], marks=SAC),
-        pytest.param("td3", ["env=InvertedPendulum", "replay=mixup"], marks=TD3),
+        pytest.param("td3", ["env=Reacher", "replay=mixup"], marks=TD3),
     ],
 )
 def test_a_killed_run_goes_on_number_for_number(tmp_path, recipe, task):
