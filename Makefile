@@ -10,9 +10,9 @@ ARGS ?=
 test: $(INSTALLED) lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --cov --cov-fail-under=95 $(ARGS)
 
-# The main job; options go along as in `make train ARGS="--frames 3000"`.
+# The main job; options go along as in `make train ARGS="env=InvertedPendulum total_frames=15000"`.
 train: $(INSTALLED)
-	$(BIN)/python recipes/demo.py $(ARGS)
+	$(BIN)/python recipes/sac.py env=Walker2d $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,0 +1,1 @@
+"""What the recipes share: configuration, environments, evaluation, logs and checkpoints."""

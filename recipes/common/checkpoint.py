@@ -1,0 +1,49 @@
+"""Checkpoints that a kill at any moment leaves whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.config import UsageError
+
+FILE = "checkpoint.pt"
+
+
+class Checkpoint:
+    """Saves the state of some parts into one file, and loads it.
+
+    Args:
+        directory: Of the run.
+        parts: Anything with `state_dict` and `load_state_dict`, by name.
+    """
+
+    def __init__(self, directory: Path, **parts: Any) -> None:
+        self.path, self.parts = directory / FILE, parts
+
+    def save(self) -> None:
+        """Writes beside the last checkpoint and then takes its place, in one step."""
+        state = {name: part.state_dict() for name, part in self.parts.items()}
+        draft = self.path.with_suffix(".tmp")
+        with draft.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(self.path)
+
+    def load(self) -> None:
+        """Restores every part; nothing in the file is executed."""
+        try:
+            state = torch.load(self.path, weights_only=True, map_location="cpu")
+        except Exception as error:
+            raise UsageError(
+                f"{self.path} cannot be read as a checkpoint ({str(error).splitlines()[0]}); "
+                "start a new run without `resume`."
+            ) from None
+        if missing := self.parts.keys() - state.keys():
+            raise UsageError(f"{self.path} lacks {', '.join(sorted(missing))}; start a new run.")
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])

@@ -1,0 +1,121 @@
+"""Environments: the task with actions in [-1, 1], and its state in the middle of an episode."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from tensordict import TensorDictBase
+from torchrl.envs import Compose, DoubleToFloat, Transform, TransformedEnv
+from torchrl.envs.libs.gym import GymWrapper
+
+from common.config import UsageError
+from common.dm_control import ControlSuiteTask
+
+
+class HorizonIsNoTermination(Transform):
+    """A step that ends by the time limit is stored as not terminated, whatever else it was."""
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        ended, cut = next_tensordict["terminated"], next_tensordict["truncated"]
+        return next_tensordict.set("terminated", ended & ~cut)
+
+
+def make_gym_env(cfg: DictConfig, *, render_mode: str | None = None) -> gymnasium.Env:
+    """The Gymnasium task with actions rescaled to [-1, 1]."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that v4 is old is why one asks for it
+            options = {} if render_mode is None else {"render_mode": render_mode}
+            if cfg.get("suite") == "dm_control":
+                env = ControlSuiteTask(cfg.name, **options)
+            else:
+                env = gymnasium.make(cfg.id, disable_env_checker=True, **options)
+    except (gymnasium.error.Error, ImportError) as error:
+        raise UsageError(
+            f"The environment {cfg.id} cannot be made: {error} "
+            "Choose one of recipes/conf/env, or another version by env.version."
+        ) from None
+    space = env.action_space
+    if not isinstance(space, gymnasium.spaces.Box):
+        raise UsageError(
+            f"{cfg.id} has actions in {space}, but SAC and TD3 here act in continuous boxes; "
+            "choose an environment with a Box action space."
+        )
+    if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
+        raise UsageError(
+            f"{cfg.id} has unbounded actions, which cannot be rescaled to [-1, 1]; "
+            "bound them by a wrapper."
+        )
+    if isinstance(env.observation_space, gymnasium.spaces.Dict):
+        env = gymnasium.wrappers.FlattenObservation(env)
+    return gymnasium.wrappers.RescaleAction(env, np.float32(-1.0), np.float32(1.0))
+
+
+def make_env(cfg: DictConfig, seed: int) -> TransformedEnv:
+    """The task as a TorchRL environment with float32 observations, on the CPU."""
+    transform = Compose(DoubleToFloat(), HorizonIsNoTermination())
+    env = TransformedEnv(GymWrapper(make_gym_env(cfg)), transform)
+    env.set_seed(seed)
+    return env
+
+
+def get_state(env: gymnasium.Env) -> dict[str, Any]:
+    """The state of a task in the middle of an episode, as tensors and plain values.
+
+    MuJoCo's integration state alone is not enough: rewards of Ant and Humanoid read the positions
+    of the bodies before the step, which it leaves out. Of other tasks than Gymnasium's MuJoCo and
+    classic ones only the generator is kept (those of dm_control change their model at a reset): a
+    resumed run then goes on with a new episode.
+    """
+    task = env.unwrapped
+    state: dict[str, Any] = {"random": json.dumps(task.np_random.bit_generator.state)}
+    limit = _time_limit(env)
+    if limit is not None:
+        state["elapsed"] = limit._elapsed_steps
+    if hasattr(task, "model") and hasattr(task, "data"):
+        import mujoco
+
+        kind = mujoco.mjtState.mjSTATE_INTEGRATION
+        physics = np.empty(mujoco.mj_stateSize(task.model, kind))
+        mujoco.mj_getState(task.model, task.data, physics, kind)
+        state["physics"] = torch.from_numpy(physics)
+        state["xpos"] = torch.from_numpy(task.data.xpos.copy())
+        state["xipos"] = torch.from_numpy(task.data.xipos.copy())
+    elif getattr(task, "state", None) is not None:
+        state["state"] = torch.from_numpy(np.array(task.state))
+    return state
+
+
+def set_state(env: gymnasium.Env, state: dict[str, Any]) -> bool:
+    """Restores what `get_state` returned, after a reset; False if the episode was not in it."""
+    task = env.unwrapped
+    task.np_random.bit_generator.state = json.loads(state["random"])
+    if "physics" in state:
+        import mujoco
+
+        kind = mujoco.mjtState.mjSTATE_INTEGRATION
+        mujoco.mj_setState(task.model, task.data, state["physics"].numpy(), kind)
+        task.data.xpos[:] = state["xpos"].numpy()
+        task.data.xipos[:] = state["xipos"].numpy()
+    elif "state" in state:
+        task.state = state["state"].numpy().copy()
+    else:
+        return False
+    limit = _time_limit(env)
+    if limit is not None:
+        limit._elapsed_steps = state["elapsed"]
+    return True
+
+
+def _time_limit(env: gymnasium.Env) -> gymnasium.wrappers.TimeLimit | None:
+    while isinstance(env, gymnasium.Wrapper):
+        if isinstance(env, gymnasium.wrappers.TimeLimit):
+            return env
+        env = env.env
+    return None

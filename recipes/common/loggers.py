@@ -1,0 +1,137 @@
+"""Where metrics go besides the run directory's own `metrics.csv`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+from omegaconf import DictConfig, OmegaConf
+
+from common.config import UsageError
+
+
+class Logger(Protocol):
+    """Takes rows of metrics; `id` is what a resumed run gives back to it."""
+
+    id: str | None
+
+    def log(self, metrics: dict[str, float], frames: int) -> None:
+        """Takes the metrics at that many environment frames."""
+        ...
+
+    def summarize(self, metrics: dict[str, float]) -> None:
+        """Takes what sums up the run."""
+        ...
+
+    def close(self) -> None:
+        """Sends what is left."""
+        ...
+
+
+def make_logger(cfg: DictConfig, directory: Path, run_id: str | None) -> Logger:
+    """The logger that `cfg.logger` describes."""
+    match cfg.logger.kind:
+        case "wandb":
+            return WandbLogger(cfg, directory, run_id)
+        case "tensorboard":
+            return TensorboardLogger(directory)
+        case "csv" | "none":  # metrics.csv is written anyway
+            return NoLogger()
+        case other:
+            raise UsageError(f"logger.kind={other}; it is wandb, csv, tensorboard or none.")
+
+
+class NoLogger:
+    """Leaves it at `metrics.csv`."""
+
+    id = None
+
+    def log(self, metrics: dict[str, float], frames: int) -> None:
+        """Nothing to do."""
+
+    def summarize(self, metrics: dict[str, float]) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class WandbLogger:
+    """Weights & Biases: online where a key is set, else offline, to be synchronized later."""
+
+    def __init__(self, cfg: DictConfig, directory: Path, run_id: str | None) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise UsageError(
+                "logger=wandb needs the package wandb, which is not installed; "
+                "`pip install wandb`, or choose logger=csv."
+            ) from None
+        mode = cfg.logger.mode or os.environ.get("WANDB_MODE")
+        keyless = mode in (None, "online") and not wandb.login(prompt=False, verify=False)
+        if keyless and mode == "online":
+            raise UsageError(
+                "wandb is asked to log online, but has no key; run `wandb login`, set "
+                "WANDB_API_KEY, or leave the mode out to log offline."
+            )
+        self._run = wandb.init(
+            project=cfg.logger.project,
+            group=cfg.logger.group,
+            tags=list(cfg.logger.tags),
+            name=cfg.name,
+            config=OmegaConf.to_container(cfg),
+            dir=str(directory),
+            id=run_id,
+            resume="allow" if run_id else None,
+            mode="offline" if keyless else mode,
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        self.id: str | None = self._run.id
+        if keyless:
+            place = Path(self._run.dir).parent
+            print(
+                f"wandb has no key, so it logs offline; to send it: wandb sync {place}",
+                file=sys.stderr,
+            )
+
+    def log(self, metrics: dict[str, float], frames: int) -> None:
+        """The step axis is environment frames."""
+        self._run.log(metrics, step=frames)
+
+    def summarize(self, metrics: dict[str, Any]) -> None:
+        """Shown in the table of runs."""
+        self._run.summary.update(metrics)
+
+    def close(self) -> None:
+        """Sends what is left."""
+        self._run.finish()
+
+
+class TensorboardLogger:
+    """TensorBoard's event files in the run directory."""
+
+    id = None
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UsageError(
+                "logger=tensorboard needs the package tensorboard, which is not installed; "
+                "`pip install tensorboard`, or choose logger=csv."
+            ) from None
+        self._writer = SummaryWriter(str(directory))
+
+    def log(self, metrics: dict[str, float], frames: int) -> None:
+        """The step axis is environment frames."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, frames)
+
+    def summarize(self, metrics: dict[str, float]) -> None:
+        """The curves say it all."""
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self._writer.close()

@@ -1,0 +1,67 @@
+"""The replay buffer of a recipe: made from its config, drawn from, looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from omegaconf import DictConfig
+from tensordict import TensorDictBase
+from torchrl.data import TensorDictReplayBuffer
+
+from common.config import UsageError
+from common.runs import Clock
+from nmer_torchrl import NeighborPairSampler, make_replay_buffer
+
+
+def make_buffer(cfg: DictConfig, seed: int) -> TensorDictReplayBuffer:
+    """The buffer that `cfg.replay` describes; a run never stores more than its frames."""
+    try:
+        return make_replay_buffer(
+            **cfg.replay,
+            capacity=min(cfg.buffer_size, cfg.total_frames),
+            batch_size=cfg.batch_size,
+            device=cfg.device,
+            generator=torch.Generator(cfg.device).manual_seed(seed),
+        )
+    except (TypeError, ValueError, ImportError) as error:
+        raise UsageError(f"replay={cfg.replay.kind}: {error}") from None
+
+
+def store(buffer: TensorDictReplayBuffer, row: TensorDictBase) -> None:
+    """Stores a row, and has the neighbour search take it up now rather than at the next draw."""
+    buffer.extend(row)
+    if isinstance(buffer.sampler, NeighborPairSampler):
+        nobody = torch.empty(0, dtype=torch.int64, device=row.device)
+        buffer.sampler.neighbors(buffer.storage, nobody)
+
+
+def draw(buffer: TensorDictReplayBuffer, batches: int, clock: Clock) -> Iterator[TensorDictBase]:
+    """That many batches. Nothing is stored between them, so one draw serves them all."""
+    if not batches:
+        return
+    with clock("sample"):
+        drawn = buffer.sample(batches * buffer.batch_size).split(buffer.batch_size)
+    yield from drawn
+
+
+@torch.no_grad()
+def describe(buffer: TensorDictReplayBuffer, batch: TensorDictBase | None) -> dict[str, float]:
+    """Size, and of a batch of pairs how many were mixed and how far apart they lay.
+
+    The distance is that of the neighbour search: over Z-scored observation and action.
+    """
+    metrics = {"replay/size": float(len(buffer)), "replay/mixed": 0.0}
+    if batch is None or batch.get("mixup_weight", None) is None:
+        return metrics
+    stored = buffer.storage.get(slice(0, len(buffer)))
+    points = torch.cat([stored["observation"], stored["action"]], -1)
+    spread = points.std(0, correction=0)
+    scale = torch.where(spread > 0, 1 / spread, 1.0)
+    anchor, partner = batch["index"].unbind(-1)
+    distance = ((points[anchor] - points[partner]) * scale).norm(dim=-1)
+    # A row without a partner is paired with itself, so its weight mixes nothing.
+    mixed = (batch["mixup_weight"].squeeze(-1) < 1) & (anchor != partner)
+    metrics["replay/mixed"] = float(mixed.float().mean())
+    metrics["replay/neighbor_distance"] = float(distance.mean())
+    return metrics

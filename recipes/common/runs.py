@@ -1,0 +1,389 @@
+"""A run: its directory, its numbers, its progress, and how it stops."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from common.checkpoint import FILE
+from common.config import UsageError
+from common.loggers import Logger, make_logger
+
+WINDOW = 11  # evaluations whose mean is the score
+COLUMNS = (
+    "frames",
+    "eval/return",
+    "eval/return_std",
+    "eval/length",
+    "eval/q_value",
+    "eval/monte_carlo",
+    "eval/overestimation",
+    "train/return",
+    "train/episodes",
+    "train/updates",
+    "train/loss_qvalue",
+    "train/loss_actor",
+    "train/loss_alpha",
+    "train/entropy",
+    "train/alpha",
+    "replay/size",
+    "replay/mixed",
+    "replay/neighbor_distance",
+    "time/seconds",
+    "time/frames_per_second",
+    "time/updates_per_second",
+    "time/share_environment",
+    "time/share_upkeep",
+    "time/share_sample",
+    "time/share_update",
+    "time/share_evaluation",
+)
+# What may differ between a run and its continuation.
+_FREE = {"resume", "run_dir", "checkpoint_every", "threads", "video", "logger", "compile", "device"}
+_LONG = 600.0  # seconds from which on a run is told to be long
+_FIRST = 300  # updates from which its length is told
+
+
+class Clock:
+    """Adds up the time spent in named parts of the loop."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(
+            ("environment", "upkeep", "sample", "update", "evaluation"), 0.0
+        )
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        """Counts the time within for `part`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] += time.perf_counter() - start
+
+
+class Run:
+    """The directory of a run and all that is told about it.
+
+    Whatever the logger, the directory holds `config.yaml`, `metrics.csv` and, at the end,
+    `curve.png` and `summary.json`. Use it as a context: within, Ctrl-C and SIGTERM are noted in
+    `interrupted` rather than raised, so that the loop can write a checkpoint.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self.cfg = cfg
+        self.directory, self.resumed = _find_directory(cfg)
+        self.clock = Clock()
+        self.rows: list[dict[str, float]] = []
+        self.updates = 0
+        self.interrupted: int | None = None
+        self.seconds = 0.0  # before the last interruption
+        self.logger_id: str | None = None
+        self._losses: dict[str, list[float]] = {}  # sum and number since the last row
+        self._started = self._marked = time.perf_counter()
+        self._marked_at = (0, 0)  # frames and updates at the last row
+        self._marked_clock = dict(self.clock.seconds)
+        self._first_update: tuple[float, int] | None = None
+        self._told = False
+        self._logger: Logger | None = None
+
+    def __enter__(self) -> Run:
+        cfg = self.cfg
+        self._logger = make_logger(cfg, self.directory, self.logger_id)
+        self.logger_id = self._logger.id
+        self._started = self._marked = time.perf_counter()
+        self._write_metrics()
+        done = int(self.rows[-1]["frames"]) if self.rows else 0
+        self.bar = tqdm(
+            total=cfg.total_frames, desc=cfg.name, unit="frame", mininterval=1, disable=None
+        )
+        how = "goes on in" if self.resumed else "writes to"
+        self.bar.write(f"{cfg.name} {how} {self.directory}", file=sys.stderr)
+        self.bar.update(done)
+        self._handlers = {
+            number: signal.signal(number, self._interrupt)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def _interrupt(self, number: int, _: Any) -> None:
+        if self.interrupted is not None:  # asked twice: at once
+            raise KeyboardInterrupt
+        self.interrupted = number
+        self.bar.write("Stopping after this frame; once more to stop at once.", file=sys.stderr)
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self.bar.close()
+        if self._logger is not None:
+            self._logger.close()
+
+    def count(self, frames: int, losses: dict[str, Any] | None) -> None:
+        """Notes one frame and the losses of its last update."""
+        if losses is not None:
+            for name, value in losses.items():
+                total, number = self._losses.get(name, (0.0, 0))
+                self._losses[name] = [total + float(value), number + 1]
+            self._tell_length(frames)
+        self.bar.update(frames - self.bar.n)
+
+    def log(self, frames: int, returns: list[float], *groups: dict[str, float]) -> None:
+        """Writes a row of metrics; `returns` are those of training episodes, and are emptied."""
+        now = time.perf_counter()
+        passed = max(now - self._marked, 1e-9)
+        row: dict[str, float] = {"frames": frames, "train/updates": self.updates}
+        row["train/episodes"] = len(returns)
+        if returns:
+            row["train/return"] = sum(returns) / len(returns)
+        for name, (total, number) in self._losses.items():
+            row[f"train/{name}"] = total / number
+        for group in groups:
+            row |= group
+        row["time/seconds"] = self.seconds + now - self._started
+        row["time/frames_per_second"] = (frames - self._marked_at[0]) / passed
+        row["time/updates_per_second"] = (self.updates - self._marked_at[1]) / passed
+        for part, seconds in self.clock.seconds.items():
+            row[f"time/share_{part}"] = (seconds - self._marked_clock[part]) / passed
+        if unknown := row.keys() - set(COLUMNS):
+            raise KeyError(f"No column for {sorted(unknown)}; add it to COLUMNS.")
+        self.rows.append(row)
+        with (self.directory / "metrics.csv").open("a", newline="") as file:
+            csv.DictWriter(file, COLUMNS).writerow(row)
+        if self._logger is not None:
+            self._logger.log({k: v for k, v in row.items() if k != "frames"}, frames)
+        self.bar.set_postfix(eval_return=f"{row['eval/return']:.1f}", refresh=False)
+        self._mark(now, frames)
+        returns.clear()
+
+    def _mark(self, now: float, frames: int) -> None:
+        self._marked, self._marked_at = now, (frames, self.updates)
+        self._marked_clock = dict(self.clock.seconds)
+        self._losses = {}
+
+    def _tell_length(self, frames: int) -> None:
+        """Says once, from the first updates, how long a long run will take."""
+        now = time.perf_counter()
+        if self._first_update is None:
+            self._first_update = (now, self.updates)
+        since, first = self._first_update
+        if self._told or self.updates - first < _FIRST:
+            return
+        self._told = True
+        rate = (self.updates - first) / (now - since)
+        frames_left = self.cfg.total_frames - frames
+        seconds = frames_left * self.cfg.replay_ratio / rate
+        if seconds >= _LONG:
+            self.bar.write(
+                f"About {_duration(seconds)} to go on this machine: {frames_left:,} frames with "
+                f"{self.cfg.replay_ratio} updates each at {rate:.0f} updates/s. To shorten it: "
+                "replay_ratio=1, a smaller total_frames, or device=cuda where there is one. "
+                "It can be stopped by Ctrl-C and continued by resume=auto.",
+                file=sys.stderr,
+            )
+
+    def _write_metrics(self) -> None:
+        """Writes all rows anew: those after the checkpoint will come again."""
+        with (self.directory / "metrics.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(self.rows)
+
+    @property
+    def score(self) -> float:
+        """Mean of the last evaluations."""
+        last = [row["eval/return"] for row in self.rows[-WINDOW:]]
+        return sum(last) / len(last) if last else math.nan
+
+    def stop(self) -> None:
+        """Ends an interrupted run, and says how to continue it."""
+        again = [item for item in sys.argv if not item.startswith("resume=")]
+        command = shlex.join(["python", *again, f"resume={self.directory}"])
+        print(f"Stopped; a checkpoint is written. To go on: {command}", file=sys.stderr)
+        raise SystemExit(128 + int(self.interrupted or 0))
+
+    def finish(self) -> None:
+        """Writes `curve.png` and `summary.json`."""
+        seconds = self.seconds + time.perf_counter() - self._started
+        names = ("torch", "torchrl", "tensordict", "gymnasium", "mujoco")
+        summary = {
+            "name": self.cfg.name,
+            "score": self.score,
+            "last_return": self.rows[-1]["eval/return"],
+            "best_return": max(row["eval/return"] for row in self.rows),
+            "evaluations": len(self.rows),
+            "window": min(WINDOW, len(self.rows)),
+            "frames": self.cfg.total_frames,
+            "updates": self.updates,
+            "seconds": round(seconds, 1),
+            "versions": {name: version(name) for name in names},
+        }
+        _draw_curve(self.directory / "curve.png", self.rows, self.cfg.name)
+        _write_atomically(self.directory / "summary.json", json.dumps(summary, indent=2) + "\n")
+        if self._logger is not None:
+            self._logger.summarize({"score": self.score})
+        print(
+            f"{self.cfg.name}: score {self.score:.1f} (mean of the last {summary['window']} "
+            f"evaluations), {self.updates:,} updates in {_duration(seconds)}; "
+            f"see {self.directory}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rows, counters and the logger's id."""
+        return {
+            "rows": self.rows,
+            "updates": self.updates,
+            "losses": self._losses,
+            "marked_at": list(self._marked_at),
+            "seconds": self.seconds + time.perf_counter() - self._started,
+            "logger_id": self.logger_id,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self.rows, self.updates = list(state["rows"]), state["updates"]
+        self._losses = dict(state["losses"])
+        self._marked_at = tuple(state["marked_at"])
+        self.seconds, self.logger_id = state["seconds"], state["logger_id"]
+
+
+def _find_directory(cfg: DictConfig) -> tuple[Path, bool]:
+    """The directory to write to, and whether a run goes on there."""
+    if cfg.resume not in (None, "auto"):
+        directory = Path(cfg.resume)
+        if cfg.run_dir is not None and Path(cfg.run_dir) != directory:
+            raise UsageError(
+                f"resume={cfg.resume} and run_dir={cfg.run_dir} name two directories; "
+                "leave run_dir out."
+            )
+        _check_resumable(directory, cfg)
+        return directory, True
+    if cfg.run_dir is None:
+        parent = Path("runs") / cfg.name
+        if cfg.resume == "auto":
+            for directory in sorted(parent.glob("*"), reverse=True):
+                if _unfinished(directory) and not _differences(directory, cfg):
+                    return directory, True
+        return _new_directory(parent, cfg), False
+    directory = Path(cfg.run_dir)
+    if (directory / "config.yaml").exists():
+        if cfg.resume == "auto" and not (directory / FILE).exists():
+            _raise_if_different(directory, cfg)
+            return directory, False  # killed before its first checkpoint
+        if cfg.resume == "auto":
+            _check_resumable(directory, cfg)
+            return directory, True
+        raise UsageError(
+            f"{directory} holds a run already, which is not overwritten; "
+            "add resume=auto to go on with it, or choose another run_dir."
+        )
+    _create(directory, cfg)
+    return directory, False
+
+
+def _unfinished(directory: Path) -> bool:
+    return (directory / FILE).exists() and not (directory / "summary.json").exists()
+
+
+def _new_directory(parent: Path, cfg: DictConfig) -> Path:
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    for number in range(1, 1_000):
+        directory = parent / (stamp if number == 1 else f"{stamp}_{number}")
+        try:
+            _create(directory, cfg)
+        except FileExistsError:
+            continue
+        return directory
+    raise UsageError(f"No name is free for a new run in {parent}; choose one by run_dir.")
+
+
+def _create(directory: Path, cfg: DictConfig) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=cfg.run_dir is not None)
+    except (NotADirectoryError, PermissionError) as error:
+        raise UsageError(f"run_dir={directory} cannot be made: {error}.") from None
+    _write_atomically(directory / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+
+
+def _check_resumable(directory: Path, cfg: DictConfig) -> None:
+    if not (directory / FILE).exists():
+        raise UsageError(
+            f"{directory} has no {FILE} to resume from; "
+            "start a new run without `resume`, or name the directory of another."
+        )
+    _raise_if_different(directory, cfg)
+    if (directory / "summary.json").exists():
+        raise UsageError(f"The run in {directory} is complete; its summary.json has the score.")
+
+
+def _raise_if_different(directory: Path, cfg: DictConfig) -> None:
+    if different := _differences(directory, cfg):
+        raise UsageError(
+            f"{directory} is of another config: it was made with {' '.join(different)}. "
+            "Give these values to go on with it, or start a new run without `resume`."
+        )
+
+
+def _differences(directory: Path, cfg: DictConfig) -> list[str]:
+    """What the run in the directory was made with where that is not what is asked for now."""
+    there = _flatten(OmegaConf.to_container(OmegaConf.load(directory / "config.yaml")))
+    here = _flatten(OmegaConf.to_container(cfg, resolve=True))
+    names = sorted(there.keys() | here.keys())
+    return [
+        f"{name}={there.get(name, 'nothing')}"
+        for name in names
+        if name.split(".")[0] not in _FREE and there.get(name) != here.get(name)
+    ]
+
+
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix[:-1]: tree}
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flatten(value, f"{prefix}{name}.")
+    return flat
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+def _duration(seconds: float) -> str:
+    minutes, hours = seconds / 60, seconds / 3600
+    if hours >= 2:
+        return f"{hours:.0f} h"
+    return f"{minutes:.0f} min" if minutes >= 2 else f"{seconds:.0f} s"
+
+
+def _draw_curve(path: Path, rows: list[dict[str, float]], name: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    for column, label in (("train/return", "training"), ("eval/return", "evaluation")):
+        points = [(row["frames"], row[column]) for row in rows if column in row]
+        axes.plot(*zip(*points, strict=True), label=label) if points else None
+    axes.set(title=name, xlabel="environment frames", ylabel="return")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,61 @@
+"""Random streams that do not disturb one another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+_NAMES = ("networks", "environment", "exploration", "replay")
+
+
+def seeds(seed: int) -> dict[str, int]:
+    """A seed of its own for each stream, from the seed of the run."""
+    children = np.random.SeedSequence(seed).spawn(len(_NAMES))
+    return {
+        name: int(child.generate_state(1)[0] % 2**31)
+        for name, child in zip(_NAMES, children, strict=True)
+    }
+
+
+class Stream:
+    """Within `with stream:` torch's global generators are this stream's own.
+
+    TorchRL's policies and losses draw from the global generators. In a stream of its own the
+    exploration of a run does not depend on how much the losses have drawn.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._cuda = device if device.type == "cuda" else None
+        outside = self._get()
+        torch.manual_seed(seed)
+        self._state = self._get()
+        self._set(outside)
+        self._outside: list[torch.Tensor] = []
+
+    def _get(self) -> list[torch.Tensor]:
+        states = [torch.get_rng_state()]
+        return states if self._cuda is None else [*states, torch.cuda.get_rng_state(self._cuda)]
+
+    def _set(self, states: list[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if self._cuda is not None and len(states) > 1:
+            torch.cuda.set_rng_state(states[1], self._cuda)
+
+    def __enter__(self) -> None:
+        self._outside = self._get()
+        self._set(self._state)
+
+    def __exit__(self, *_: Any) -> None:
+        self._state = self._get()
+        self._set(self._outside)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this stream and of the global generators outside it."""
+        return {"stream": self._state, "outside": self._get()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores both."""
+        self._state = state["stream"]
+        self._set(state["outside"])

@@ -1,0 +1,164 @@
+"""Twin delayed DDPG on a continuous task, with the replay method of your choice.
+
+python recipes/td3.py env=HalfCheetah                 # NMER, the paper's settings
+python recipes/td3.py env=HalfCheetah replay=uniform  # the baseline
+python recipes/td3.py env=HalfCheetah --cfg job       # every setting of that run
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from common.checkpoint import Checkpoint
+from common.collect import FrameCollector
+from common.config import run_recipe
+from common.envs import make_env
+from common.evaluate import Evaluator
+from common.replay import describe, draw, make_buffer, store
+from common.runs import Run
+from common.streams import Stream, seeds
+from common.video import check_video, write_video
+from omegaconf import DictConfig
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import Tensor, nn
+from torchrl.data import Bounded
+from torchrl.modules import MLP, AdditiveGaussianModule, TanhModule, ValueOperator
+from torchrl.objectives import SoftUpdate, TD3Loss
+
+
+def make_agent(
+    cfg: DictConfig, observations: int, actions: int, device: torch.device
+) -> tuple[TensorDictSequential, TensorDictSequential, TD3Loss]:
+    """A deterministic policy, the same with noise, and the losses with two critics and targets."""
+    spec = Bounded(-torch.ones(actions), torch.ones(actions), device=device)
+    layers = {"num_cells": list(cfg.hidden), "activation_class": nn.ReLU, "device": device}
+    network = MLP(in_features=observations, out_features=actions, **layers)
+    actor = TensorDictSequential(
+        TensorDictModule(network, in_keys=["observation"], out_keys=["action"]),
+        TanhModule(in_keys=["action"], spec=spec),
+    )
+    noise = cfg.exploration_noise
+    explorer = TensorDictSequential(
+        actor, AdditiveGaussianModule(spec, sigma_init=noise, sigma_end=noise, device=device)
+    )
+    critic = ValueOperator(
+        MLP(in_features=observations + actions, out_features=1, **layers),
+        in_keys=["observation", "action"],
+    )
+    loss = TD3Loss(
+        actor,
+        critic,
+        num_qvalue_nets=2,
+        loss_function="l2",
+        policy_noise=cfg.target_noise,
+        noise_clip=cfg.target_noise_clip,
+        delay_actor=True,
+        delay_qvalue=True,
+        action_spec=spec,
+    ).to(device)
+    loss.make_value_estimator(gamma=cfg.gamma)
+    loss.set_keys(done="terminated", terminated="terminated")  # a time limit ends no value
+    return actor, explorer, loss
+
+
+def train(cfg: DictConfig) -> None:
+    """Seed, environment, agent, buffer, loop, evaluation."""
+    check_video(cfg)
+    # Seed: a stream each, so that a replay method changes neither the networks nor the resets.
+    torch.set_num_threads(cfg.threads)
+    device, seed = torch.device(cfg.device), seeds(cfg.seed)
+    torch.manual_seed(seed["networks"])
+
+    # Environment
+    env = make_env(cfg.env, seed["environment"])
+    evaluate = Evaluator(cfg.env, cfg.eval_episodes, gamma=cfg.gamma, device=device)
+    observations, actions = env.observation_spec["observation"].shape[-1], env.action_spec.shape[-1]
+
+    # Agent
+    actor, explorer, loss = make_agent(cfg, observations, actions, device)
+    target = SoftUpdate(loss, tau=cfg.tau)
+    actor_weights: list[Tensor] = list(loss.actor_network_params.flatten_keys().values())
+    critic_weights: list[Tensor] = list(loss.qvalue_network_params.flatten_keys().values())
+    matrices = [parameter for parameter in actor_weights if parameter.ndim == 2]
+    actor_optimizer = torch.optim.Adam(actor_weights, lr=cfg.lr, fused=True)
+    critic_optimizer = torch.optim.Adam(critic_weights, lr=cfg.lr, fused=True)
+    value_loss = torch.compile(loss.value_loss) if cfg.compile else loss.value_loss
+    policy_loss = torch.compile(loss.actor_loss) if cfg.compile else loss.actor_loss
+
+    def descend(total: Tensor, optimizer: torch.optim.Adam, parameters: list[Tensor]) -> None:
+        total.backward()
+        if cfg.grad_clip is not None:
+            nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def update(batch: TensorDictBase, number: int) -> dict[str, Tensor]:
+        """One step of the critics, and of the actor at every `policy_delay`-th."""
+        losses = {}
+        loss_qvalue, _ = value_loss(batch)
+        descend(loss_qvalue, critic_optimizer, critic_weights)
+        losses["loss_qvalue"] = loss_qvalue.detach()
+        if number % cfg.policy_delay == 0:
+            loss_actor, _ = policy_loss(batch)
+            losses["loss_actor"] = loss_actor.detach()
+            if cfg.actor_l2:
+                loss_actor = loss_actor + cfg.actor_l2 * sum(w.square().sum() for w in matrices) / 2
+            descend(loss_actor, actor_optimizer, actor_weights)
+        target.step()
+        return losses
+
+    # Buffer
+    buffer = make_buffer(cfg, seed["replay"])
+    collector = FrameCollector(
+        env,
+        explorer,
+        random_frames=cfg.random_frames,
+        stream=Stream(seed["exploration"], device),
+        device=device,
+    )
+
+    # Loop
+    run = Run(cfg)
+    checkpoint = Checkpoint(
+        run.directory,
+        agent=loss,
+        actor_optimizer=actor_optimizer,
+        critic_optimizer=critic_optimizer,
+        buffer=buffer,
+        collector=collector,
+        run=run,
+    )
+    if run.resumed:
+        checkpoint.load()
+    clock, batch = run.clock, None
+    with run:
+        for frame in range(collector.frames + 1, cfg.total_frames + 1):
+            with clock("environment"):
+                row = collector.step()
+            with clock("upkeep"):
+                store(buffer, row)
+            losses = None
+            due = math.floor((frame - cfg.random_frames) * cfg.replay_ratio) - run.updates
+            for batch in draw(buffer, max(due, 0), clock):
+                run.updates += 1
+                with clock("update"):
+                    losses = update(batch, run.updates)
+            run.count(frame, losses)
+
+            # Evaluation
+            if frame % cfg.eval_every == 0:
+                with clock("evaluation"):
+                    scores = evaluate(actor, loss)
+                run.log(frame, collector.returns, scores, describe(buffer, batch))
+            if frame % cfg.checkpoint_every == 0 or frame == cfg.total_frames or run.interrupted:
+                checkpoint.save()
+            if run.interrupted:
+                run.stop()
+        write_video(cfg, run.directory, evaluate, actor)
+        run.finish()
+
+
+if __name__ == "__main__":
+    run_recipe(train, "td3")

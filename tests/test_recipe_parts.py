@@ -1,0 +1,320 @@
+"""What the recipes share: the paper's settings, tasks that stop and go on, streams."""
+
+import csv
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.errors import MissingConfigException
+from tensordict import TensorDict
+from torchrl.objectives import SoftUpdate
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+from common import checkpoint, config, envs, evaluate, streams  # noqa: E402
+from common.runs import Run  # noqa: E402
+
+METHODS = {"U": "uniform", "NMER": "nmer"}
+TASKS = sorted({path.stem for path in (RECIPES / "conf" / "env").glob("*.yaml")} - {"dm_control"})
+
+
+def make_config(name: str, *overrides: str):
+    config.register_resolvers()
+    with initialize_config_dir(str(RECIPES / "conf"), version_base="1.3"):
+        return compose(name, overrides=list(overrides))
+
+
+def best_rows():
+    with (RECIPES / "common" / "paper.csv").open() as file:
+        return [row for row in csv.DictReader(file) if row["best"] == "1"]
+
+
+def test_the_papers_best_settings_are_the_defaults():
+    seen = 0
+    for row in best_rows():
+        if row["replay"] not in METHODS:
+            continue
+        cfg = make_config(
+            row["algorithm"].lower(), f"env={row['env']}", f"replay={METHODS[row['replay']]}"
+        )
+        ours = (row["algorithm"], row["env"], row["replay"]) == ("SAC", "Walker2d", "NMER")
+        assert cfg.replay_ratio == int(row["replay_ratio"])
+        assert cfg.actor_l2 == (1e-2 if ours else float(row["actor_l2"] or 0))
+        assert cfg.grad_clip == (float(row["grad_clip"]) if row["grad_clip"] else None)
+        assert cfg.random_frames == 10_000
+        if row["replay"] == "NMER":
+            assert cfg.replay.k == int(row["k"])
+        seen += 1
+    assert seen == 22
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "expected"),
+    [
+        ("sac", ["env=Humanoid"], (20, 2e-3, 25, 10_000)),  # as SAC on Ant
+        ("sac", ["env=Walker2d"], (20, 1e-2, 25, 10_000)),
+        ("td3", ["env=Reacher"], (1, 0.0, 10, 1_500)),
+        ("td3", ["env=Ant", "replay_ratio=3", "replay.k=7"], (3, 0.0, 7, 10_000)),
+    ],
+)
+def test_settings_that_the_paper_lacks(recipe, overrides, expected):
+    cfg = make_config(recipe, *overrides)
+    assert (cfg.replay_ratio, cfg.actor_l2, cfg.replay.k, cfg.random_frames) == expected
+
+
+@pytest.mark.parametrize(
+    ("recipe", "env", "lr"),
+    [
+        ("sac", "Ant", 3e-4),
+        ("sac", "Pendulum", 1e-3),
+        ("td3", "Ant", 5e-4),
+        ("td3", "Reacher", 5e-4),
+    ],
+)
+def test_learning_rates(recipe, env, lr):
+    assert make_config(recipe, f"env={env}").lr == lr
+
+
+def test_methods_without_a_row_run_as_nmer_does():
+    nmer, mixup = (make_config("sac", "env=Hopper", f"replay={kind}") for kind in ("nmer", "mixup"))
+    for name in ("replay_ratio", "actor_l2", "grad_clip"):
+        assert mixup[name] == nmer[name]
+    assert mixup.grad_clip == 40
+
+
+def test_evaluations_and_checkpoints_are_shares_of_the_run():
+    cfg = make_config("td3", "total_frames=30000")
+    assert (cfg.eval_every, cfg.checkpoint_every) == (300, 3_000)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("total_frames=0", "total_frames=0"),
+        ("replay_ratio=-1", "replay_ratio=-1"),
+        ("eval_every=300000", "never evaluated"),
+        ("grad_clip=0", "null for no clipping"),
+        ("seed=one", "seed=one"),
+        ("device=tpu9", "try device=cpu"),
+    ],
+)
+def test_values_that_no_run_could_use_are_refused(override, words):
+    with pytest.raises(config.UsageError, match=words):
+        config.check(make_config("sac", override))
+
+
+@pytest.mark.parametrize(("group", "known"), [("replay", "nmer"), ("logger", "wandb")])
+def test_an_unknown_choice_lists_the_known_ones(group, known):
+    with pytest.raises(MissingConfigException, match=rf"(?s)best.*Available options.*{known}"):
+        make_config("sac", f"{group}=best")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("env.id=CartPole-v1", r"Discrete\(2\).*Box action space"),
+        ("env.id=Nothing-v0", "Nothing"),
+        ("env.version=v2", "Walker2d"),
+    ],
+)
+def test_tasks_that_cannot_be_learned_are_refused(override, words):
+    with pytest.raises(config.UsageError, match=words):
+        envs.make_gym_env(make_config("sac", override).env)
+
+
+def test_a_task_of_dm_control_by_name():
+    cfg = make_config("td3", "env=dm_control", "env.name=reacher-easy")
+    if importlib.util.find_spec("dm_control") is None:
+        with pytest.raises(config.UsageError, match="pip install dm_control"):
+            envs.make_gym_env(cfg.env)
+        return
+    first, second = envs.make_gym_env(cfg.env), envs.make_gym_env(cfg.env)
+    assert np.array_equal(first.reset(seed=3)[0], second.reset(seed=3)[0])
+    assert first.reset()[0].shape == (6,)
+    with pytest.raises(config.UsageError, match="cheetah-run"):
+        envs.make_gym_env(make_config("td3", "env=dm_control", "env.name=cheetah-fly").env)
+
+
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
+    (tmp_path / checkpoint.FILE).write_bytes(b"not a checkpoint")
+    with pytest.raises(config.UsageError, match="cannot be read as a checkpoint"):
+        checkpoint.Checkpoint(tmp_path).load()
+
+
+def test_a_checkpoint_executes_nothing(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return (print, ("executed",))
+
+    torch.save({"part": Trap()}, tmp_path / checkpoint.FILE)
+    with pytest.raises(config.UsageError, match="cannot be read as a checkpoint"):
+        checkpoint.Checkpoint(tmp_path).load()
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [*((name, None) for name in TASKS), ("Ant", "v4"), ("Humanoid", "v4")],
+)
+def test_a_restored_task_takes_the_same_path(name, version):
+    cfg = make_config("sac", f"env={name}", *([f"env.version={version}"] if version else []))
+    task, copy = envs.make_gym_env(cfg.env), envs.make_gym_env(cfg.env)
+    assert (task.action_space.low == -1).all()
+    assert (task.action_space.high == 1).all()
+    random = np.random.default_rng(0)
+
+    def play(*tasks):
+        action = random.uniform(-1, 1, task.action_space.shape).astype(np.float32)
+        steps = [each.step(action)[:4] for each in tasks]
+        if steps[0][2] or steps[0][3]:
+            steps = [(each.reset()[0], *step[1:]) for each, step in zip(tasks, steps, strict=True)]
+        return steps
+
+    task.reset(seed=0)
+    for _ in range(17):
+        play(task)
+    state = envs.get_state(task)
+    copy.reset(seed=1)
+    assert envs.set_state(copy, state)
+    for _ in range(250):
+        first, second = play(task, copy)
+        assert np.array_equal(first[0], second[0])
+        assert first[1:] == second[1:]
+
+
+class Ending(gymnasium.Env):
+    """Terminates on the very step of its time limit."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,))
+    action_space = gymnasium.spaces.Box(-3, 5, (1,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        return (
+            np.full(2, action[0], np.float32),
+            float(action[0]),
+            self.steps == self.end,
+            False,
+            {},
+        )
+
+
+@pytest.mark.parametrize(("end", "terminated"), [(5, False), (4, True)])
+def test_the_horizon_is_no_termination(end, terminated):
+    name = f"Ending{end}-v0"
+    gymnasium.register(name, type("Task", (Ending,), {"end": end}), max_episode_steps=5)
+    cfg = make_config("sac", f"env.id={name}")
+    env = envs.make_env(cfg.env, 0)
+    assert env.action_spec.space.low.item() == -1
+    data = env.rollout(10, policy=lambda td: td.set("action", torch.ones(1)))
+    assert len(data) == end
+    assert data["next", "terminated"].any().item() is terminated
+    assert data["next", "done"][-1].item()
+    assert (data["next", "reward"] == 5).all()  # 1 is the upper bound of the task's own actions
+
+
+def test_streams_do_not_disturb_one_another():
+    device = torch.device("cpu")
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    stream = streams.Stream(7, device)
+    with stream:
+        inside = torch.rand(2)
+    outside = torch.rand(2)
+    state = stream.state_dict()
+    with stream:
+        more = torch.rand(2)
+    assert torch.equal(torch.cat([outside, torch.rand(2)]), expected)
+    torch.manual_seed(7)
+    assert torch.equal(torch.cat([inside, more]), torch.rand(4))
+    stream.load_state_dict(state)
+    with stream:
+        assert torch.equal(torch.rand(2), more)
+    assert torch.equal(torch.rand(2), expected[2:])
+    assert len(set(streams.seeds(0).values())) == 4
+    assert streams.seeds(0) != streams.seeds(1)
+
+
+class Counting(torch.nn.Module):
+    """Acts by half of the first observation."""
+
+    def forward(self, batch):
+        return batch.set("action", batch["observation"][:, :1] / 2)
+
+
+def test_evaluation_starts_from_the_same_states_each_time(monkeypatch):
+    cfg = make_config("sac", "env=Pendulum")
+    evaluator = evaluate.Evaluator(cfg.env, 3, gamma=0.9, device=torch.device("cpu"))
+    monkeypatch.setattr(evaluate, "q_values", lambda loss, seen, action: torch.zeros(len(seen)))
+    first, second = evaluator(Counting(), None), evaluator(Counting(), None)
+    assert first == second
+    assert first["eval/length"] == 200
+
+    # By hand: one episode after the other.
+    totals, discounted = [], []
+    for seed in range(3):
+        env = envs.make_gym_env(cfg.env)
+        observation, _ = env.reset(seed=evaluate._SEED + seed)
+        rewards = []
+        for _ in range(200):
+            action = observation[:1].astype(np.float32) / np.float32(2)
+            observation, reward, *_ = env.step(action)
+            rewards.append(float(reward))
+        totals.append(sum(rewards))
+        whole = [t for t in range(200) if 0.9 ** (200 - t) <= 0.01]
+        discounted.append(
+            np.mean([sum(r * 0.9**i for i, r in enumerate(rewards[t:])) for t in whole])
+        )
+    assert first["eval/return"] == pytest.approx(np.mean(totals))
+    assert first["eval/monte_carlo"] == pytest.approx(np.mean(discounted))
+    assert first["eval/overestimation"] == pytest.approx(-np.mean(discounted))
+
+
+def test_a_generator_state_is_plain_text():
+    env = envs.make_gym_env(make_config("sac", "env=Pendulum").env)
+    env.reset(seed=0)
+    assert json.loads(envs.get_state(env)["random"])["bit_generator"] == "PCG64"
+
+
+def test_targets_bootstrap_except_at_terminations():
+    import td3
+
+    cfg = make_config("td3", "hidden=[8,8]")
+    _, _, loss = td3.make_agent(cfg, 4, 1, torch.device("cpu"))
+    SoftUpdate(loss, tau=cfg.tau)
+    terminated = torch.tensor([[False], [True], [False], [True]])
+    reward = torch.arange(4.0).unsqueeze(1)
+    following = TensorDict(
+        observation=torch.randn(4, 4), reward=reward, terminated=terminated, batch_size=[4]
+    )
+    rows = TensorDict(
+        observation=torch.randn(4, 4), action=torch.zeros(4, 1), next=following, batch_size=[4]
+    )
+    _, details = loss.value_loss(rows)
+    assert torch.equal(details["target_value"] == reward.squeeze(1), terminated.squeeze(1))
+
+
+def test_a_loss_that_comes_at_every_other_frame_is_averaged_over_those(tmp_path):
+    cfg = make_config("td3", "env=Pendulum", "logger=none", f"run_dir={tmp_path / 'run'}")
+    with Run(cfg) as run:
+        run.count(1, {"loss_qvalue": 4.0})
+        run.count(2, {"loss_qvalue": 6.0, "loss_actor": 3.0})
+        returns = [1.0, 2.0]
+        run.log(2, returns, {"eval/return": 7.0})
+    (row,) = run.rows
+    assert (row["train/loss_qvalue"], row["train/loss_actor"]) == (5.0, 3.0)
+    assert row["train/return"] == 1.5
+    assert returns == []
+    assert run.score == 7.0

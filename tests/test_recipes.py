@@ -1,0 +1,209 @@
+"""The recipes themselves, as a user starts them, on small budgets."""
+
+import csv
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_recipe_parts import make_config
+
+from common import config  # isort: skip
+from common.runs import Run  # isort: skip
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+SMALL = ["hidden=[16,16]", "batch_size=16", "eval_episodes=2", "logger=none"]
+
+
+def command(recipe: str, *arguments: str) -> list[str]:
+    return [sys.executable, str(RECIPES / f"{recipe}.py"), *arguments]
+
+
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    return kept | {"OMP_NUM_THREADS": "1", "NETRC": os.devnull}
+
+
+def run(recipe: str, *arguments: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess:
+    result = subprocess.run(
+        command(recipe, *arguments),
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == code, result.stderr
+    return result
+
+
+def metrics(directory: Path) -> list[dict[str, str]]:
+    with (directory / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def without_times(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+def wait_for(condition, process: subprocess.Popen) -> None:
+    start = time.monotonic()
+    while not condition():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() - start < 120
+        time.sleep(0.01)
+
+
+def rows_written(directory: Path) -> int:
+    path = directory / "metrics.csv"
+    return len(path.read_text().splitlines()) - 1 if path.exists() else 0
+
+
+KILLED = [
+    "total_frames=200",
+    "random_frames=60",
+    "replay_ratio=2",
+    "eval_every=20",
+    "checkpoint_every=50",
+    *SMALL,
+]
+
+
+SAC, TD3 = pytest.mark.xdist_group("recipes_sac"), pytest.mark.xdist_group("recipes_td3")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "task"),
+    [
+        pytest.param("sac", ["env=Hopper", "replay=nmer"], marks=SAC),
+        pytest.param("td3", ["env=Reacher", "replay=mixup"], marks=TD3),
+    ],
+)
+def test_a_killed_run_goes_on_number_for_number(tmp_path, recipe, task):
+    run(recipe, *task, *KILLED, "run_dir=whole", cwd=tmp_path)
+    killed = tmp_path / "killed"
+    process = subprocess.Popen(
+        command(recipe, *task, *KILLED, "run_dir=killed"),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    # Past the checkpoint at 100 and in front of that at 150, so that rows must come again.
+    wait_for(lambda: rows_written(killed) >= 6, process)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not (killed / "summary.json").exists()
+    lost = torch.load(killed / "checkpoint.pt", weights_only=True)["collector"]["frames"]
+    assert 100 <= lost < 200
+
+    run(recipe, *task, *KILLED, "run_dir=killed", "resume=auto", cwd=tmp_path)
+    whole, again = metrics(tmp_path / "whole"), metrics(killed)
+    assert [int(row["frames"]) for row in again] == list(range(20, 201, 20))
+    assert len({row["eval/return"] for row in whole}) > 4
+    assert without_times(again) == without_times(whole)
+
+    summary = json.loads((killed / "summary.json").read_text())
+    last = [float(row["eval/return"]) for row in whole]
+    assert summary["score"] == pytest.approx(sum(last) / 10)
+    assert summary["updates"] == 280 == int(again[-1]["train/updates"])
+    for name in ("config.yaml", "metrics.csv", "curve.png", "summary.json", "checkpoint.pt"):
+        assert (killed / name).stat().st_size > 0
+
+
+@TD3
+def test_ctrl_c_writes_a_checkpoint_and_says_how_to_go_on(tmp_path):
+    arguments = ["env=InvertedPendulum", "total_frames=100000", "random_frames=50", "eval_every=20"]
+    process = subprocess.Popen(
+        command("td3", *arguments, *SMALL),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    folder = tmp_path / "runs" / "td3-InvertedPendulum-nmer-seed0"
+    wait_for(lambda: any(rows_written(d) >= 3 for d in folder.glob("*")), process)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    (directory,) = folder.glob("*")
+    assert f"resume={directory.relative_to(tmp_path)}" in errors
+    state = torch.load(directory / "checkpoint.pt", weights_only=True)
+    assert state["collector"]["frames"] >= 60
+    assert not (directory / "summary.json").exists()
+
+    with pytest.raises(config.UsageError, match=r"another config.* gamma=0.99"):
+        Run(make_config("td3", *arguments, *SMALL, "gamma=0.9", f"resume={directory}"))
+
+
+@SAC
+def test_the_replay_method_changes_neither_networks_nor_random_frames(tmp_path):
+    arguments = ["env=Reacher", "total_frames=80", "random_frames=60", "eval_every=20", *SMALL]
+    for kind, logger in (("uniform", "none"), ("nmer", "wandb")):
+        chosen = [f"replay={kind}", f"logger={logger}", f"run_dir={kind}"]
+        errors = run("sac", *arguments, *chosen, cwd=tmp_path).stderr
+    uniform, nmer = metrics(tmp_path / "uniform"), metrics(tmp_path / "nmer")
+    for column in ("eval/return", "eval/q_value", "train/return"):
+        assert [row[column] for row in uniform[:3]] == [row[column] for row in nmer[:3]]
+    assert uniform[3]["eval/return"] != nmer[3]["eval/return"]
+    assert float(uniform[3]["replay/mixed"]) == 0
+    assert float(nmer[3]["replay/mixed"]) > 0.9  # Reacher never terminates
+    assert float(nmer[3]["replay/neighbor_distance"]) > 0
+    assert nmer[2]["train/loss_qvalue"] == ""
+    assert math.isfinite(float(nmer[3]["train/loss_qvalue"]))
+    shares = [float(v) for k, v in nmer[3].items() if k.startswith("time/share_")]
+    assert len(shares) == 5
+    assert all(share > 0 for share in shares)
+    assert sum(shares) <= 1
+
+    # The same states in the same order: the uniform buffer's random rows are the other's.
+    stored = [
+        torch.load(tmp_path / kind / "checkpoint.pt", weights_only=True)["buffer"]["_storage"]
+        for kind in ("uniform", "nmer")
+    ]
+    first, second = (rows["_storage"]["observation"][:61] for rows in stored)
+    assert torch.equal(first, second)
+    assert first.abs().max() > 0
+
+    # Without a key Weights & Biases logs offline, and a line says how to send it.
+    (line,) = [line for line in errors.splitlines() if "wandb sync" in line]
+    place = tmp_path / line.split("wandb sync ")[1]
+    (file,) = place.glob("*.wandb")
+    content = file.read_bytes()
+    for word in (b"eval/return", b"replay/neighbor_distance", b"sac-Reacher-nmer-seed0"):
+        assert word in content
+    state = torch.load(tmp_path / "nmer" / "checkpoint.pt", weights_only=True)
+    assert place.name.endswith(state["run"]["logger_id"])
+
+    with pytest.raises(config.UsageError, match="not overwritten"):
+        Run(make_config("sac", *arguments, f"run_dir={tmp_path / 'nmer'}"))
+    with pytest.raises(config.UsageError, match="is complete"):
+        Run(make_config("sac", *arguments, f"resume={tmp_path / 'nmer'}"))
+
+
+@TD3
+def test_sac_learns_to_balance_for_longer(tmp_path):
+    arguments = ["env=InvertedPendulum", "total_frames=1000", "random_frames=300", "eval_every=250"]
+    run("sac", *arguments, "lr=0.002", "hidden=[64,64]", "logger=none", "run_dir=run", cwd=tmp_path)
+    returns = [float(row["eval/return"]) for row in metrics(tmp_path / "run")]
+    assert returns[0] < 30  # untrained
+    assert max(returns) > 60
+
+
+@TD3
+def test_an_unknown_environment_lists_the_known_ones(tmp_path):
+    errors = run("sac", "env=Hoper", "logger=none", cwd=tmp_path, code=1).stderr
+    for word in ("Hoper", "Hopper", "Walker2d"):
+        assert word in errors
+    assert "Traceback" not in errors
+    assert not list(tmp_path.iterdir())
