@@ -23,13 +23,7 @@ def best_rows() -> dict[tuple[str, str, str], dict[str, str]]:
 
 
 def setting(name: str, algorithm: str, env: str, kind: str) -> int | float | None:
-    """One of `k`, `replay_ratio`, `actor_l2`, `grad_clip`, `random_frames`, `lr`."""
-    if name == "lr":
-        if algorithm == "td3":
-            return 5e-4
-        # 3e-3 is printed, 3e-4 released. On small tasks 1e-3 is ours: 15,000 frames of
-        # InvertedPendulum with seed 0 scored 448 with 3e-4 and 1000 with 1e-3.
-        return 3e-4 if env in LOCOMOTION else 1e-3
+    """One of `k`, `replay_ratio`, `actor_l2`, `grad_clip`, `random_frames`."""
     if name == "random_frames":  # TD3's table; for SAC and small tasks as the released code
         return 10_000 if env in LOCOMOTION else 1_500
     small = {"k": 10, "replay_ratio": 1, "actor_l2": 0.0, "grad_clip": None}
