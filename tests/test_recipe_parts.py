@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException
 from tensordict import TensorDict
 from torchrl.objectives import SoftUpdate
@@ -23,6 +24,15 @@ from common.runs import Run  # noqa: E402
 
 METHODS = {"U": "uniform", "NMER": "nmer"}
 TASKS = sorted({path.stem for path in (RECIPES / "conf" / "env").glob("*.yaml")} - {"dm_control"})
+
+
+@pytest.fixture(autouse=True)
+def _only_the_recipes_configs(monkeypatch):
+    """TorchRL registers configs of the same names where its trainers are imported, as here."""
+    store = ConfigStore.instance()
+    groups = {path.name for path in (RECIPES / "conf").iterdir() if path.is_dir()}
+    repo = {name: node for name, node in store.repo.items() if name not in groups}
+    monkeypatch.setattr(store, "repo", repo)
 
 
 def make_config(name: str, *overrides: str):
