@@ -54,28 +54,28 @@ class RunningStandardizer:
 
     def update(self, added: Tensor, removed: Tensor | None = None) -> None:
         """Adds the points `[n, d]` and takes out `[m, d]` points that were added before."""
-        removed = added[:0] if removed is None else removed
-        for name, points in (("added", added), ("removed", removed)):
+        parts = {"added": added} if removed is None else {"added": added, "removed": removed}
+        for name, points in parts.items():
             if points.ndim != 2 or points.shape[1] != self.d:
                 raise ValueError(
                     f"RunningStandardizer takes [n, {self.d}] points, "
                     f"but {name} has shape {tuple(points.shape)}."
                 )
-        if self.count + len(added) < len(removed):
+        count = self.count + len(added) - (0 if removed is None else len(removed))
+        if count < 0:
             raise ValueError(
-                f"{len(removed)} points are to be removed, "
+                f"{self.count + len(added) - count} points are to be removed, "
                 f"but only {self.count + len(added)} are there."
             )
         before = self._shift, self._sum, self._rest
         try:
-            for chunk in added.split(_CHUNK):
-                self._accumulate(chunk, 1.0)
-            for chunk in removed.split(_CHUNK):
-                self._accumulate(chunk, -1.0)
+            for name, points in parts.items():
+                for chunk in points.split(_CHUNK):
+                    self._accumulate(chunk, 1.0 if name == "added" else -1.0)
         except ValueError:
             self._shift, self._sum, self._rest = before
             raise
-        self.count += len(added) - len(removed)
+        self.count = count
         self._moments = None
 
     def _accumulate(self, points: Tensor, sign: float) -> None:
@@ -115,8 +115,9 @@ class RunningStandardizer:
 
     def _all_moments(self) -> tuple[Tensor, Tensor, Tensor]:
         if self._moments is None:
-            mean, std = map(torch.from_numpy, self._mean_and_std())
-            self._moments = mean, std, torch.where(std > 0, 1.0 / std, 1.0)
+            mean, std = self._mean_and_std()
+            scale = 1.0 / np.where(std > 0, std, 1.0)
+            self._moments = torch.from_numpy(mean), torch.from_numpy(std), torch.from_numpy(scale)
         return self._moments
 
     def _mean_and_std(self) -> tuple[Array, Array]:

@@ -68,7 +68,7 @@ class NeighborGraph:
         self._lists.clear(self.table.points.device)
         self._waits = torch.empty(0, dtype=torch.bool)  # which positions wait to be inserted
         self._arrivals: list[Tensor] = []  # the same, in order of arrival
-        self._side: tuple[Tensor, Tensor, Tensor] | None = None  # see `_arrivals_side`
+        self._side: tuple[Tensor, Tensor] | None = None  # see `_arrivals_side`
         self._limits: Tensor | None = None  # see `_thresholds`
         self._sample: Tensor | None = None  # positions all over the table, for first bounds
         self._last: Tensor | None = None  # the scale of the last query
@@ -84,10 +84,11 @@ class NeighborGraph:
         """See `NeighborSearch.write`."""
         if not len(index):
             return
+        before = self.table.size
         self.table.write(index, points)
         if len(self._waits) < len(self.table.points) or self._waits.device != points.device:
             self._grow()
-        self._replaced(index)
+        self._replaced(index, before)
 
     def _grow(self) -> None:
         size, device, before = len(self.table.points), self.table.points.device, self._waits
@@ -97,13 +98,15 @@ class NeighborGraph:
         self._waits[: len(before)] = before
         self._limits = None
 
-    def _replaced(self, index: Tensor) -> None:
-        """What stands at these positions is new: it waits to be inserted."""
+    def _replaced(self, index: Tensor, size: int) -> None:
+        """What stands at these positions is new, `size` being taken: it waits to be inserted."""
         rows = as_slice(index)
-        waiting = self._waits[rows].any()
-        stale = self._metric.norms[rows].isfinite().any()
+        waiting = stale = False
+        if not isinstance(rows, slice) or rows.start < size:
+            waiting = bool(self._waits[rows].any())
+            stale = bool(self._metric.norms[rows].isfinite().any())
         if stale or waiting:
-            self._stale |= bool(stale)
+            self._stale |= stale
             self._metric.norms[rows] = torch.inf
             self._lists.forget(rows)
         if not self.table.valid[rows].all():
@@ -285,16 +288,17 @@ class NeighborGraph:
     def _with_arrivals(self, index: Tensor, found: Tensor) -> Tensor:
         """Answers `[q, k]` put right where one that waits is nearer, or has been overwritten."""
         asked, k = index, found.shape[1]
-        norms, left, scaled = self._arrivals_side()
+        norms, left = self._arrivals_side()
         distances = torch.addmm(norms, self._metric.right(index), left)
         doubtful = distances.amin(1) < self._thresholds().index_select(0, index)
         if self._stale:
-            doubtful |= self._waits[found].any(1)
+            doubtful |= self._waits.take(found).any(1)
         rows = doubtful.nonzero().squeeze(1)
         if len(rows):
-            index, arrivals = index[rows], self._waiting().expand(len(rows), -1)
+            index, waiting = index[rows], self._waiting()
+            arrivals = waiting.expand(len(rows), -1)
             listed, known = self._candidates(index)
-            new = _differences(self._metric.centered(index), scaled)
+            new = _differences(self._metric.centered(index), self._metric.centered(waiting))
             absent = arrivals == index.unsqueeze(1)
             if self._holes:
                 absent |= ~self.table.valid[arrivals]
@@ -308,14 +312,14 @@ class NeighborGraph:
             found[rows] = merged
         return found
 
-    def _arrivals_side(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The arrivals' side, as of `Metric.left`, of lower bounds on distances; and themselves."""
+    def _arrivals_side(self) -> tuple[Tensor, Tensor]:
+        """The arrivals' side, as of `Metric.left`, of lower bounds on distances."""
         if self._side is None:
             arrivals = self._waiting()
             norms, left = self._metric.left(arrivals)
             if self._holes:
                 norms.masked_fill_(~self.table.valid[arrivals], torch.inf)
-            self._side = norms, left.T, self._metric.centered(arrivals)
+            self._side = norms, left.T
         return self._side
 
     def _thresholds(self) -> Tensor:
@@ -408,7 +412,7 @@ class NeighborGraph:
         self._sample = self._last = self._limits = None
         changed = torch.ones(len(now), dtype=torch.bool, device=now.device)
         changed[: len(then)] = ~same
-        self._replaced(changed.nonzero().squeeze(1))
+        self._replaced(changed.nonzero().squeeze(1), len(now))
 
     def _fits(self, state: dict[str, Any]) -> bool:
         """Whether a saved state is of this version, width and length of lists."""

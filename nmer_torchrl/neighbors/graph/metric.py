@@ -12,7 +12,7 @@ from torch import Tensor
 from nmer_torchrl.neighbors.base import PointTable
 from nmer_torchrl.neighbors.exact import relative_error
 
-_TILE = 2**18  # distances that a sweep holds at a time: they stay in the processor's cache
+_TILE = 2**20  # distances that a sweep holds at a time: they stay in the processor's cache
 _GATHER = 2**19  # numbers that are gathered at a time, likewise
 _FEW = 2**16  # numbers that are not worth the trouble
 _STATE = ("scale", "factors", "center", "offset", "largest", "varies", "constants")
@@ -119,26 +119,27 @@ class Metric:
         """
         size = self.table.size
         norms, left = self.left(rows)
-        limit, norms = bound.unsqueeze(1), norms.unsqueeze(1)
+        left = left.T.contiguous()
         step = max(_TILE // len(rows), 512)
-        memory = torch.empty(2, len(rows) * step, device=left.device)
+        memory = torch.empty(2, min(step, size), len(rows), device=left.device)
         found = []
         for start in range(0, size, step):
             tile = slice(start, min(start + step, size))
-            products, limits = memory[:, : len(rows) * (tile.stop - start)].view(2, len(rows), -1)
-            right = self.right(tile).T
-            torch.addmm(self.norms[tile], left, right, beta=self.kept_of_norms(), out=products)
-            if reach is None:
-                products -= limit - norms
-            else:
-                products -= torch.maximum(limit, reach[tile], out=limits).sub_(norms)
-            columns = (products.amin(0) < 0).nonzero().squeeze(1)
-            excess = products[:, columns]
-            row, hit = (excess < 0).nonzero(as_tuple=True)
-            found.append((row, columns[hit] + start, excess[row, hit]))
-        row, column, excess = (torch.cat(parts) for parts in zip(*found, strict=True))
-        limits = bound[row] if reach is None else torch.maximum(bound[row], reach[column])
-        return row, column, excess + limits
+            products, excess = memory[:, : tile.stop - start]
+            own = self.norms[tile] * self.kept_of_norms()
+            torch.addmm(norms, self.right(tile), left, out=products)
+            matters = torch.sub(products, bound, out=excess).amin(1) < -own
+            if reach is not None:
+                matters |= products.amin(1) < reach[tile] - own
+            columns = matters.nonzero().squeeze(1)
+            least = products.index_select(0, columns).add_(own[columns].unsqueeze(1))
+            limit = bound
+            if reach is not None:
+                limit = torch.maximum(bound, reach[tile][columns].unsqueeze(1))
+            column, row = (least < limit).nonzero(as_tuple=True)
+            found.append((row, columns[column] + start, least[column, row]))
+        row, column, least = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return row, column, least
 
     def left(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers `[m]` and vectors `[m, d]` for lower bounds of distances to `right`.
