@@ -280,7 +280,7 @@ class NeighborGraph:
         positions = self._lists.positions.index_select(0, index).long()
         distances = self._lists.distances.index_select(0, index)
         if self._stale:
-            old = self._waits[positions.clamp_min(0)]
+            old = self._waits.take(positions)
             distances = distances.masked_fill(old, torch.inf)
             positions = positions.masked_fill(old, -1)
         return positions, distances
@@ -289,13 +289,13 @@ class NeighborGraph:
         """Answers `[q, k]` put right where one that waits is nearer, or has been overwritten."""
         asked, k = index, found.shape[1]
         norms, left = self._arrivals_side()
-        distances = torch.addmm(norms, self._metric.right(index), left)
-        doubtful = distances.amin(1) < self._thresholds().index_select(0, index)
+        distances = torch.addmm(norms, left, self._metric.right(index).T)
+        doubtful = distances.amin(0) < self._thresholds().index_select(0, index)
         if self._stale:
             doubtful |= self._waits.take(found).any(1)
         rows = doubtful.nonzero().squeeze(1)
         if len(rows):
-            index, waiting = index[rows], self._waiting()
+            index, waiting = index.index_select(0, rows), self._waiting()
             arrivals = waiting.expand(len(rows), -1)
             listed, known = self._candidates(index)
             new = _differences(self._metric.centered(index), self._metric.centered(waiting))
@@ -305,11 +305,11 @@ class NeighborGraph:
             new.masked_fill_(absent, torch.inf)
             best, merged = nearest(torch.cat([known, new], 1), torch.cat([listed, arrivals], 1), k)
             if self._stale:
-                beyond = (best[:, -1] > self._lists.reach[index]) & self.table.valid[index]
-                if beyond.any():  # overwriting has left too few within reach: no more waiting
+                beyond = best[:, -1] > self._lists.reach.index_select(0, index)
+                if beyond.any() and self.table.valid[index[beyond]].any():  # overwriting has left too few within reach: no more waiting
                     self._insert(self._waiting())
                     return self._answer(asked, k)
-            found[rows] = merged
+            found.index_copy_(0, rows, merged)
         return found
 
     def _arrivals_side(self) -> tuple[Tensor, Tensor]:
@@ -319,7 +319,7 @@ class NeighborGraph:
             norms, left = self._metric.left(arrivals)
             if self._holes:
                 norms.masked_fill_(~self.table.valid[arrivals], torch.inf)
-            self._side = norms, left.T
+            self._side = norms.unsqueeze(1), left
         return self._side
 
     def _thresholds(self) -> Tensor:
