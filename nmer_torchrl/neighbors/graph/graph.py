@@ -306,7 +306,8 @@ class NeighborGraph:
             best, merged = nearest(torch.cat([known, new], 1), torch.cat([listed, arrivals], 1), k)
             if self._stale:
                 beyond = best[:, -1] > self._lists.reach.index_select(0, index)
-                if beyond.any() and self.table.valid[index[beyond]].any():  # overwriting has left too few within reach: no more waiting
+                if beyond.any() and self.table.valid[index[beyond]].any():
+                    # Overwriting has left too few within reach: no more waiting.
                     self._insert(self._waiting())
                     return self._answer(asked, k)
             found.index_copy_(0, rows, merged)
