@@ -95,7 +95,7 @@ def train(cfg: DictConfig) -> None:
         optimizer.zero_grad()
 
     def update(batch: TensorDictBase, number: int) -> dict[str, Tensor]:
-        """One step of the critics, and of the actor at every `policy_delay`-th."""
+        """One step of the critics; at every `policy_delay`-th, of the actor and the targets."""
         losses = {}
         loss_qvalue, _ = value_loss(batch)
         descend(loss_qvalue, critic_optimizer, critic_weights)
@@ -106,7 +106,7 @@ def train(cfg: DictConfig) -> None:
             if cfg.actor_l2:
                 loss_actor = loss_actor + cfg.actor_l2 * sum(w.square().sum() for w in matrices) / 2
             descend(loss_actor, actor_optimizer, actor_weights)
-        target.step()
+            target.step()
         return losses
 
     # Buffer

@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import make_clusters, make_rows, median_seconds, side_by_side, write_table
-from streams import TD3
+from measure import make_clusters, make_rows, median_seconds, side_by_side, write_table
+from plain import TD3
 from torch import Tensor
 from torchrl.data import LazyTensorStorage
 from tqdm import tqdm
