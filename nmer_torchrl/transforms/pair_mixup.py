@@ -1,4 +1,4 @@
-"""Folds: how the two rows of a pair become one."""
+"""The fold of NMER: convex combinations of pairs."""
 
 from __future__ import annotations
 

@@ -1,0 +1,12 @@
+"""Pair samplers: who is mixed with whom.
+
+A pair sampler returns an index `[B, 2]` of storage positions, anchor and partner. The storage then
+yields a `[B, 2]` batch, which a fold such as `PairMixup` turns into `[B]`. An anchor without a
+partner is paired with itself.
+"""
+
+from nmer_torchrl.samplers.base import PairSampler
+from nmer_torchrl.samplers.neighbor import NeighborPairSampler
+from nmer_torchrl.samplers.random import RandomPairSampler
+
+__all__ = ["NeighborPairSampler", "PairSampler", "RandomPairSampler"]

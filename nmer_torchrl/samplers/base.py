@@ -1,0 +1,97 @@
+"""What all pair samplers share."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrl.data.replay_buffers import Sampler, Storage
+
+from nmer_torchrl import _compat
+from nmer_torchrl.rows import StoredRows, check_layout
+
+_STATE_FILE = "pair_sampler.pt"
+
+
+class PairSampler(Sampler):
+    """Uniform anchors, and what all pair samplers share with the buffer.
+
+    A subclass says how partners are chosen. It derives what it knows from the storage, so a copy in
+    another process starts afresh.
+    """
+
+    def __init__(self, rows: StoredRows) -> None:
+        self._rows = rows
+        self._lock = threading.RLock()  # `ReplayBuffer.empty` does not wait for prefetching threads
+
+    @abstractmethod
+    def _synchronize(self, storage: Storage) -> None:
+        """Takes up whatever has changed in the storage."""
+
+    @abstractmethod
+    def _partners(self, anchor: Tensor) -> Tensor:
+        """Anchors `[B]` to partners `[B]`."""
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+        """Positions `[B, 2]`: uniform anchors and their partners."""
+        with self._lock:
+            self._synchronize(storage)
+            anchor = torch.randint(
+                self._rows.length,
+                (batch_size,),
+                generator=_compat.generator(self),
+                device=self._rows.device,
+            )
+            partner = self._partners(anchor)
+        return torch.stack([anchor, partner], -1), {}
+
+    def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
+        """The buffer has written these positions."""
+        if storage is not None:
+            check_layout(storage)
+        with self._lock:
+            self._rows.announce(index, storage)
+
+    def add(self, index: int) -> None:
+        """The buffer is done with the write of one row that it announced."""
+        with self._lock:
+            self._rows.confirm()
+
+    def extend(self, index: Tensor) -> None:
+        """The buffer is done with the write of rows that it announced."""
+        with self._lock:
+            self._rows.confirm()
+
+    def _empty(self) -> None:
+        with self._lock:
+            self._rows.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty unless a subclass keeps more than what follows from the storage."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Has the next sample read the storage anew."""
+        self._empty()
+
+    def dumps(self, path: str | Path) -> None:
+        """Saves `state_dict()` into the directory `path`."""
+        Path(path).mkdir(exist_ok=True)
+        torch.save(self.state_dict(), Path(path) / _STATE_FILE)
+
+    def loads(self, path: str | Path) -> None:
+        """Loads what `dumps` saved."""
+        self.load_state_dict(torch.load(Path(path) / _STATE_FILE, weights_only=True))
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        del state["_lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.RLock()

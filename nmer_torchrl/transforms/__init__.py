@@ -1,0 +1,5 @@
+"""Transforms of a replay buffer: how a pair becomes one row, and what is done to a row."""
+
+from nmer_torchrl.transforms.pair_mixup import PairMixup
+
+__all__ = ["PairMixup"]
