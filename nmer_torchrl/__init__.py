@@ -1,16 +1,22 @@
 """Neighborhood Mixup Experience Replay (NMER) for TorchRL: a pair sampler and a transform."""
 
 from nmer_torchrl.buffers import make_replay_buffer
-from nmer_torchrl.samplers import NeighborPairSampler, RandomPairSampler
+from nmer_torchrl.samplers import (
+    NeighborPairSampler,
+    RandomPairSampler,
+    ReplayOptimizationSampler,
+)
 from nmer_torchrl.standardize import RunningStandardizer
 from nmer_torchrl.storages import PairStorage
-from nmer_torchrl.transforms import PairMixup
+from nmer_torchrl.transforms import PairMixup, TunedMixup
 
 __all__ = [
     "NeighborPairSampler",
     "PairMixup",
     "PairStorage",
     "RandomPairSampler",
+    "ReplayOptimizationSampler",
     "RunningStandardizer",
+    "TunedMixup",
     "make_replay_buffer",
 ]

@@ -12,6 +12,7 @@ import math
 import torch
 from common.checkpoint import Checkpoint
 from common.collect import FrameCollector
+from common.compiling import maybe_compile
 from common.config import run_recipe
 from common.envs import make_env
 from common.evaluate import Evaluator
@@ -85,7 +86,7 @@ def train(cfg: DictConfig) -> None:
     ]
     weights = [parameter for parameter in groups[0] if parameter.ndim == 2]
     optimizer = torch.optim.Adam([p for group in groups for p in group], lr=cfg.lr, fused=True)
-    compute_losses = torch.compile(loss) if cfg.compile else loss
+    (compute_losses,) = maybe_compile(cfg, loss)
 
     def update(batch: TensorDictBase) -> TensorDictBase:
         """One gradient step on everything."""

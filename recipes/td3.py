@@ -12,6 +12,7 @@ import math
 import torch
 from common.checkpoint import Checkpoint
 from common.collect import FrameCollector
+from common.compiling import maybe_compile
 from common.config import run_recipe
 from common.envs import make_env
 from common.evaluate import Evaluator
@@ -84,8 +85,7 @@ def train(cfg: DictConfig) -> None:
     matrices = [parameter for parameter in actor_weights if parameter.ndim == 2]
     actor_optimizer = torch.optim.Adam(actor_weights, lr=cfg.lr, fused=True)
     critic_optimizer = torch.optim.Adam(critic_weights, lr=cfg.lr, fused=True)
-    value_loss = torch.compile(loss.value_loss) if cfg.compile else loss.value_loss
-    policy_loss = torch.compile(loss.actor_loss) if cfg.compile else loss.actor_loss
+    value_loss, policy_loss = maybe_compile(cfg, loss.value_loss, loss.actor_loss)
 
     def descend(total: Tensor, optimizer: torch.optim.Adam, parameters: list[Tensor]) -> None:
         total.backward()

@@ -120,10 +120,11 @@ def test_a_killed_run_goes_on_number_for_number(tmp_path, recipe, task):
 
 
 @TD3
-def test_ctrl_c_writes_a_checkpoint_and_says_how_to_go_on(tmp_path):
-    arguments = ["env=InvertedPendulum", "total_frames=100000", "random_frames=50", "eval_every=20"]
+def test_a_run_stopped_by_ctrl_c_goes_on_number_for_number(tmp_path):
+    arguments = ["env=InvertedPendulum", "total_frames=160", "random_frames=50", "eval_every=20"]
+    arguments += ["replay_ratio=4", *SMALL]
     process = subprocess.Popen(
-        command("td3", *arguments, *SMALL),
+        command("td3", *arguments),
         cwd=tmp_path,
         env=environment(),
         stdout=subprocess.DEVNULL,
@@ -139,11 +140,15 @@ def test_ctrl_c_writes_a_checkpoint_and_says_how_to_go_on(tmp_path):
     (directory,) = folder.glob("*")
     assert f"resume={directory.relative_to(tmp_path)}" in errors
     state = torch.load(directory / "checkpoint.pt", weights_only=True)
-    assert state["collector"]["frames"] >= 60
+    assert 60 <= state["collector"]["frames"] < 160
     assert not (directory / "summary.json").exists()
 
     with pytest.raises(config.UsageError, match=r"another config.* gamma=0.99"):
-        Run(make_config("td3", *arguments, *SMALL, "gamma=0.9", f"resume={directory}"))
+        Run(make_config("td3", *arguments, "gamma=0.9", f"resume={directory}"))
+
+    run("td3", *arguments, f"resume={directory}", cwd=tmp_path)
+    run("td3", *arguments, "run_dir=whole", cwd=tmp_path)
+    assert without_times(metrics(directory)) == without_times(metrics(tmp_path / "whole"))
 
 
 @SAC

@@ -99,6 +99,8 @@ def check(cfg: DictConfig) -> None:
             f"eval_every={cfg.eval_every}, but the run has total_frames={cfg.total_frames}; "
             "lower eval_every, or the run is never evaluated."
         )
+    if cfg.compile not in (True, False, "auto"):
+        raise UsageError(f"compile={cfg.compile}; it is true, false or auto.")
     if cfg.grad_clip is not None and not cfg.grad_clip > 0:
         raise UsageError(f"grad_clip={cfg.grad_clip}; it is above 0, or null for no clipping.")
     try:

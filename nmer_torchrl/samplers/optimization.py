@@ -1,0 +1,236 @@
+"""A learned choice of the rows that are replayed."""
+
+from __future__ import annotations
+
+from collections import deque
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import NestedKey
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torchrl.data.replay_buffers import Sampler, Storage
+
+from nmer_torchrl import _compat
+from nmer_torchrl.keys import get_entry
+from nmer_torchrl.rows import check_layout, stored_entries
+
+_FEATURES = 3  # reward, TD error, age
+_STATE_FILE = "replay_optimization.pt"
+_TENSORS = ("_kept", "_error", "_written")
+
+
+class ReplayOptimizationSampler(Sampler):
+    """Samples uniformly from a subset of the rows that a learned policy keeps.
+
+    After Zha et al., Experience Replay Optimization (2019). A small network scores every row by its
+    reward, its last TD error and its age (the first two Z-scored over what is stored, the last as a
+    share of the oldest); a row is kept with the probability that its score gives. New rows are kept
+    until the next choice. At the end of each training episode, `finish_episode` rewards the network
+    by how much the mean return of the last episodes has grown, by REINFORCE on some rows and what
+    was chosen for them, and chooses anew.
+
+    Of the source's description this leaves nothing out that we know of; the network's size, its
+    learning rate and the number of episodes in the mean are ours.
+
+    Keyword Args:
+        episodes: Number of last episodes over which the return is averaged.
+        rows: Number of rows for each step of the network.
+        lr: Learning rate of the network.
+        hidden: Widths of its two hidden layers.
+        reward_key: The reward.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+        >>> sampler = ReplayOptimizationSampler(reward_key="reward")
+        >>> buffer = TensorDictReplayBuffer(
+        ...     storage=LazyTensorStorage(100), sampler=sampler, batch_size=8
+        ... )
+        >>> _ = buffer.extend(TensorDict(reward=torch.randn(100, 1), batch_size=[100]))
+        >>> sampler.kept(buffer.storage)
+        100
+        >>> sampler.finish_episode(1.0, buffer.storage)
+        >>> sampler.kept(buffer.storage) < 100
+        True
+    """
+
+    def __init__(
+        self,
+        *,
+        episodes: int = 10,
+        rows: int = 64,
+        lr: float = 1e-4,
+        hidden: tuple[int, int] = (64, 64),
+        reward_key: NestedKey = ("next", "reward"),
+    ) -> None:
+        for name, count in (("episodes", episodes), ("rows", rows)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ValueError(f"{name}={count!r}, but it is an integer, at least 1.")
+        if not lr > 0:
+            raise ValueError(f"lr={lr!r}, but a learning rate is above 0.")
+        self.rows, self.lr, self.hidden, self.reward_key = rows, lr, tuple(hidden), reward_key
+        self._returns: deque[float] = deque(maxlen=episodes)
+        self._policy: nn.Sequential | None = None
+        self._optimizer: torch.optim.Adam | None = None
+        self._empty()
+
+    def _empty(self) -> None:
+        self._kept = torch.empty(0, dtype=torch.bool)
+        self._error = torch.empty(0)  # the last TD error of each row
+        self._written = torch.empty(0, dtype=torch.int64)  # when, counted in rows
+        self._count = 0
+        self._chosen = False  # whether the policy has chosen what is kept
+
+    # -- what the buffer tells ---------------------------------------------------------------------
+
+    def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
+        """The buffer has written these positions: the rows there are new."""
+        if storage is not None:
+            check_layout(storage)
+        index = torch.as_tensor(index).reshape(-1).cpu()
+        index = index[index >= 0]
+        if not len(index):
+            return
+        self._reserve(int(index.max()) + 1)
+        self._kept[index] = True
+        self._error[index] = self._error.max()  # not seen yet: as the worst
+        self._written[index] = torch.arange(self._count, self._count + len(index))
+        self._count += len(index)
+
+    def update_priority(
+        self, index: int | Tensor, priority: float | Tensor, *, storage: Storage | None = None
+    ) -> None:
+        """Notes the TD errors of these rows."""
+        index = torch.as_tensor(index).reshape(-1).cpu()
+        error = torch.as_tensor(priority).detach().abs().float().cpu().expand(index.shape)
+        if not error.isfinite().all():
+            raise ValueError("A TD error is not finite; leave such rows out of the update.")
+        self._reserve(int(index.max()) + 1)
+        self._error[index] = error
+
+    def _reserve(self, size: int) -> None:
+        missing = size - len(self._kept)
+        if missing > 0:  # rows that were there before the sampler came count as the oldest
+            self._kept = torch.cat([self._kept, torch.ones(missing, dtype=torch.bool)])
+            self._error = torch.cat([self._error, torch.zeros(missing)])
+            self._written = torch.cat([self._written, torch.zeros(missing, dtype=torch.int64)])
+
+    # -- sampling ----------------------------------------------------------------------------------
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+        """Positions `[B]`, uniform over the rows that are kept (over all if none is)."""
+        data = stored_entries(storage)
+        size = len(storage)
+        self._reserve(size)
+        device = data.device or get_entry(data, self.reward_key).device
+        generator = _compat.generator(self)
+        pool = self._kept[:size].nonzero().squeeze(1) if self._chosen else None
+        if pool is None or not len(pool):
+            return torch.randint(size, (batch_size,), generator=generator, device=device), {}
+        chosen = torch.randint(len(pool), (batch_size,), generator=generator, device=device)
+        return pool.to(device)[chosen], {}
+
+    def kept(self, storage: Storage) -> int:
+        """Number of rows that are kept."""
+        self._reserve(len(storage))
+        return int(self._kept[: len(storage)].sum())
+
+    # -- learning ----------------------------------------------------------------------------------
+
+    def finish_episode(self, episode_return: float, storage: Storage) -> None:
+        """Learns from the return of a training episode that has ended, and chooses rows anew."""
+        before = sum(self._returns) / len(self._returns) if self._returns else None
+        self._returns.append(float(episode_return))
+        if not len(storage):
+            return
+        gain = 0.0 if before is None else sum(self._returns) / len(self._returns) - before
+        features = self._features(storage)
+        policy, optimizer = self._ready()
+        kept = self._kept[: len(features)]
+        if self._chosen and gain != 0.0:
+            rows = torch.randint(len(features), (self.rows,), generator=self._cpu_generator())
+            with torch.enable_grad():
+                logits = policy(features[rows]).squeeze(-1)
+                # The logarithm of the probability of what was chosen is minus this entropy.
+                surprise = binary_cross_entropy_with_logits(logits, kept[rows].float())
+                optimizer.zero_grad()
+                (gain * surprise).backward()
+                optimizer.step()
+        with torch.no_grad():
+            scores = torch.cat([policy(part).squeeze(-1) for part in features.split(65_536)])
+        draws = torch.rand(len(scores), generator=self._cpu_generator())
+        self._kept[: len(features)] = draws < scores.sigmoid()
+        self._chosen = True
+
+    def _features(self, storage: Storage) -> Tensor:
+        """Of each row `[n, 3]`: reward, TD error, age."""
+        size = len(storage)
+        self._reserve(size)
+        reward = get_entry(stored_entries(storage), self.reward_key)[:size].detach().float().cpu()
+        reward = reward.reshape(size, -1).sum(-1).nan_to_num(0.0)
+        age = (self._count - self._written[:size]).float() / max(self._count, 1)
+        return torch.stack([_standardized(reward), _standardized(self._error[:size]), age], -1)
+
+    def _ready(self, seed: int | None = None) -> tuple[nn.Sequential, torch.optim.Adam]:
+        if self._policy is None or self._optimizer is None:
+            if seed is None:
+                seed = int(torch.randint(2**62, (), generator=self._cpu_generator()))
+            first, second = self.hidden
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                self._policy = nn.Sequential(
+                    nn.Linear(_FEATURES, first),
+                    nn.ReLU(),
+                    nn.Linear(first, second),
+                    nn.ReLU(),
+                    nn.Linear(second, 1),
+                )
+            self._optimizer = torch.optim.Adam(self._policy.parameters(), lr=self.lr)
+        return self._policy, self._optimizer
+
+    def _cpu_generator(self) -> torch.Generator | None:
+        generator = _compat.generator(self)
+        return generator if generator is None or generator.device.type == "cpu" else None
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The policy, its optimizer, and what is known of each row."""
+        state: dict[str, Any] = {name: getattr(self, name) for name in _TENSORS}
+        state |= {"count": self._count, "chosen": self._chosen, "returns": list(self._returns)}
+        if self._policy is not None and self._optimizer is not None:
+            state["policy"] = self._policy.state_dict()
+            state["optimizer"] = self._optimizer.state_dict()
+        return deepcopy(state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from there."""
+        for name in _TENSORS:
+            setattr(self, name, state_dict[name].clone())
+        self._count, self._chosen = state_dict["count"], state_dict["chosen"]
+        self._returns = deque(state_dict["returns"], maxlen=self._returns.maxlen)
+        if "policy" in state_dict:
+            policy, optimizer = self._ready(seed=0)  # all of it is replaced
+            policy.load_state_dict(state_dict["policy"])
+            optimizer.load_state_dict(state_dict["optimizer"])
+
+    def dumps(self, path: str | Path) -> None:
+        """Saves `state_dict()` into the directory `path`."""
+        Path(path).mkdir(exist_ok=True)
+        torch.save(self.state_dict(), Path(path) / _STATE_FILE)
+
+    def loads(self, path: str | Path) -> None:
+        """Loads what `dumps` saved."""
+        self.load_state_dict(torch.load(Path(path) / _STATE_FILE, weights_only=True))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(episodes={self._returns.maxlen}, rows={self.rows})"
+
+
+def _standardized(values: Tensor) -> Tensor:
+    spread = values.std(correction=0)
+    return (values - values.mean()) / torch.where(spread > 0, spread, 1.0)

@@ -1,0 +1,204 @@
+"""The fold of Continuous Transition with its learned temperature."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from copy import deepcopy
+from itertools import pairwise
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from nmer_torchrl.functional import all_finite
+from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS, as_keys, get_continuous
+from nmer_torchrl.transforms.pair_mixup import PairMixup
+
+_LEAST = 1e-3  # smallest alpha: weights are 0 or 1 all but always
+
+
+class TunedMixup(PairMixup):
+    """`PairMixup` whose alpha is tuned so that mixed transitions stay near what was seen.
+
+    After Lin et al., Continuous Transition (2020). A discriminator learns to predict next
+    observation and reward from observation and action, on both members of each pair. Where its
+    prediction for a mixed input is farther than `tolerance` (a mean squared difference) from the
+    mix of its predictions, the transitions are not linear between the two, and alpha goes down:
+    weights move towards 0 and 1. It stays within (0, 1].
+
+    Every sampled batch of pairs is one step of the discriminator and of alpha. Both are part of the
+    buffer's state. As the source does, entries are taken as they are, not Z-scored; unlike it,
+    terminal pairs are not mixed (as everywhere here), and rows with a non-finite entry teach
+    nothing.
+
+    Args:
+        alpha: Where the parameter of the Beta distribution starts.
+
+    Keyword Args:
+        tolerance: Mean squared difference above which alpha goes down.
+        lr: Learning rate of the discriminator and of alpha.
+        hidden: Widths of the discriminator's hidden layers.
+        keys: Entries that predict.
+        value_keys: Entries that are predicted.
+        terminated_key: As in `PairMixup`.
+        generator: Source of the weights, and of the seed of the discriminator.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> fold = TunedMixup(keys=["x"], value_keys=["y"], terminated_key="end")
+        >>> x = torch.randn(8, 2, 3)
+        >>> end = torch.zeros(8, 2, 1, dtype=torch.bool)
+        >>> batch = fold(TensorDict(x=x, y=x.sum(-1, keepdim=True), end=end, batch_size=[8, 2]))
+        >>> batch.batch_size, 0 < fold.alpha <= 1
+        (torch.Size([8]), True)
+    """
+
+    def __init__(
+        self,
+        alpha: float = 1.0,
+        *,
+        tolerance: float = 0.1,
+        lr: float = 3e-4,
+        hidden: Sequence[int] = (256, 256),
+        keys: Sequence[NestedKey] = POINT_KEYS,
+        value_keys: Sequence[NestedKey] = VALUE_KEYS,
+        terminated_key: NestedKey = TERMINATED_KEY,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if not 0 < alpha <= 1:
+            raise ValueError(
+                f"alpha={alpha!r}, but a tuned alpha starts above 0 and at most at 1 (the default)."
+            )
+        for name, value in (("tolerance", tolerance), ("lr", lr)):
+            if not value > 0:
+                raise ValueError(f"{name}={value!r}, but it is a number above 0.")
+        self._inputs, self._outputs = as_keys(keys, "keys"), as_keys(value_keys, "value_keys")
+        super().__init__(
+            alpha,
+            generator=generator,
+            mix_keys=(*self._inputs, *self._outputs),
+            terminated_key=terminated_key,
+        )
+        self.tolerance, self.lr, self.hidden = tolerance, lr, tuple(hidden)
+        self._learner: _Learner | None = None  # made by the first batch, which tells the widths
+        self._saved: dict[str, Any] | None = None
+        self._lock = threading.Lock()  # prefetching threads learn one after the other
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """`[*B, 2]` to `[*B]`, and one step of learning; anything else is returned as it is."""
+        if tensordict.ndim < 2 or tensordict.shape[-1] != 2:
+            return tensordict
+        with self._lock, torch.enable_grad():
+            inputs = self._join(tensordict, self._inputs)
+            outputs = self._join(tensordict, self._outputs)
+            learner = self._ready(inputs, outputs)
+            batch = super().forward(tensordict)
+            weight = batch["mixup_weight"].flatten(0, -2)
+            mixed = self._join(batch, self._inputs)
+            finite = all_finite(inputs, 1) & all_finite(outputs, 1)
+            if finite.any():
+                self.alpha = learner.step(
+                    inputs[finite], outputs[finite], mixed[finite], weight[finite]
+                )
+        return batch
+
+    def _join(self, data: TensorDictBase, keys: tuple[NestedKey, ...]) -> Tensor:
+        """Entries side by side: `[B, 2, d]` of pairs, `[B, d]` of folded ones."""
+        dims = data.ndim
+        parts = [get_continuous(data, key, "keys") for key in keys]
+        joined = torch.cat([part.detach().float().flatten(dims) for part in parts], -1)
+        return joined.flatten(0, dims - 2) if data.shape[-1] == 2 and dims > 1 else joined
+
+    def _ready(self, inputs: Tensor, outputs: Tensor) -> _Learner:
+        if self._learner is None:
+            device, seed = inputs.device, 0
+            if self._saved is None:
+                seed = int(torch.randint(2**62, (), generator=self.generator, device=device))
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                layers = _mlp(inputs.shape[-1], self.hidden, outputs.shape[-1]).to(device)
+            self._learner = _Learner(layers, self.alpha, self.tolerance, self.lr)
+            if self._saved is not None:
+                self._learner.load_state_dict(self._saved)
+                self._saved = None
+        return self._learner
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The generator, alpha, the discriminator and the state of what optimizes them."""
+        state: dict[str, Any] = {**super().get_extra_state(), "alpha": self.alpha}
+        learned = self._saved if self._learner is None else self._learner.state_dict()
+        return state if learned is None else {**state, "learner": learned}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        super().set_extra_state(state)
+        self.alpha = state.get("alpha", self.alpha)
+        self._learner, self._saved = None, state.get("learner")
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state["_saved"] = self._saved if self._learner is None else self._learner.state_dict()
+        state["_learner"] = state["_lock"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lock = threading.Lock()
+
+
+class _Learner:
+    """The discriminator, alpha, and what optimizes them."""
+
+    def __init__(self, layers: nn.Sequential, alpha: float, tolerance: float, lr: float) -> None:
+        self.layers, self.tolerance = layers, tolerance
+        device = next(layers.parameters()).device
+        self.alpha = torch.tensor(alpha, device=device, requires_grad=True)
+        self.layers_optimizer = torch.optim.Adam(layers.parameters(), lr=lr)
+        self.alpha_optimizer = torch.optim.Adam([self.alpha], lr=lr)
+
+    def step(self, inputs: Tensor, outputs: Tensor, mixed: Tensor, weight: Tensor) -> float:
+        """Pairs `[n, 2, d]`, what followed them `[n, 2, e]`, mixes `[n, d]`, weights `[n, 1]`.
+
+        Returns the new alpha.
+        """
+        loss = 2 * mse_loss(self.layers(inputs), outputs)  # the sum over the two members
+        self.layers_optimizer.zero_grad()
+        loss.backward()
+        self.layers_optimizer.step()
+        with torch.no_grad():
+            first, second = self.layers(inputs).unbind(1)
+            between = torch.lerp(second, first, weight)
+            excess = (self.layers(mixed) - between).square().mean() - self.tolerance
+        self.alpha_optimizer.zero_grad()
+        (self.alpha.log() * excess).backward()
+        self.alpha_optimizer.step()
+        with torch.no_grad():
+            return float(self.alpha.clamp_(_LEAST, 1.0))
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {
+            "layers": self.layers.state_dict(),
+            "alpha": self.alpha.detach(),
+            "layers_optimizer": self.layers_optimizer.state_dict(),
+            "alpha_optimizer": self.alpha_optimizer.state_dict(),
+        }
+        return deepcopy(state)  # optimizers that load it would share its tensors
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.layers.load_state_dict(state["layers"])
+        with torch.no_grad():
+            self.alpha.copy_(state["alpha"])
+        self.layers_optimizer.load_state_dict(state["layers_optimizer"])
+        self.alpha_optimizer.load_state_dict(state["alpha_optimizer"])
+
+
+def _mlp(inputs: int, hidden: Sequence[int], outputs: int) -> nn.Sequential:
+    widths = [inputs, *hidden]
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], outputs))

@@ -1,0 +1,40 @@
+"""Compiled losses: when they are worth it, and whether this machine can make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from common.config import UsageError
+
+_WORTH = 20_000  # updates from which on compiling, about a minute, pays
+
+
+def maybe_compile(cfg: DictConfig, *functions: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """The functions, compiled where `cfg.compile` says so.
+
+    With `auto` they are compiled for runs of many updates where a compiler works; they are left as
+    they are elsewhere.
+    """
+    updates = (cfg.total_frames - cfg.random_frames) * cfg.replay_ratio
+    if cfg.compile is False or (cfg.compile == "auto" and updates < _WORTH):
+        return list(functions)
+    problem = _try_to_compile(cfg.device)
+    if problem is not None and cfg.compile is True:
+        raise UsageError(
+            f"compile=true, but torch.compile does not work here ({problem}); install a C++ "
+            "compiler and Python's headers, or leave it out."
+        )
+    return [torch.compile(f) if problem is None else f for f in functions]
+
+
+def _try_to_compile(device: str) -> str | None:
+    """Why torch.compile does not work on this machine, or None if it does."""
+    try:
+        torch.compile(lambda x: x.sin() + 1.0)(torch.ones(8, device=device))
+    except Exception as error:  # whatever the compiler says
+        return str(error).strip().splitlines()[0]
+    return None

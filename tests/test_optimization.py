@@ -1,0 +1,158 @@
+import copy
+
+import pytest
+import torch
+from scipy import stats
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+from nmer_torchrl import ReplayOptimizationSampler
+
+
+def make_buffer(n: int = 200, capacity: int = 200, **options) -> TensorDictReplayBuffer:
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(capacity),
+        sampler=ReplayOptimizationSampler(reward_key="reward", **options),
+        batch_size=64,
+        generator=torch.Generator().manual_seed(0),
+    )
+    if n:
+        buffer.extend(make_rows(n))
+    return buffer
+
+
+def make_rows(n: int, seed: int = 0) -> TensorDict:
+    reward = torch.randn((n, 1), generator=torch.Generator().manual_seed(seed))
+    return TensorDict(reward=reward, x=torch.arange(n), batch_size=[n])
+
+
+def kept(buffer: TensorDictReplayBuffer) -> torch.Tensor:
+    return buffer.sampler._kept[: len(buffer)]
+
+
+def test_all_rows_are_sampled_until_an_episode_has_ended():
+    buffer = make_buffer(50, 50)
+    index = torch.cat([buffer.sample()["index"] for _ in range(40)])
+    counts = index.bincount(minlength=50)
+    assert stats.chisquare(counts.numpy()).pvalue > 1e-3
+
+
+def test_only_kept_rows_are_sampled_and_they_uniformly():
+    buffer = make_buffer(60, 60)
+    buffer.sampler.finish_episode(1.0, buffer.storage)
+    pool = kept(buffer).nonzero().squeeze(1)
+    assert 10 < len(pool) < 50
+    index = torch.cat([buffer.sample()["index"] for _ in range(60)])
+    counts = index.bincount(minlength=60)
+    assert counts[~kept(buffer)].sum() == 0
+    assert stats.chisquare(counts[pool].numpy()).pvalue > 1e-3
+
+
+def test_new_rows_are_kept_also_where_they_overwrite():
+    buffer = make_buffer(100, 100)
+    buffer.sampler.finish_episode(1.0, buffer.storage)
+    dropped = (~kept(buffer)).nonzero()[0].item()
+    buffer.extend(make_rows(dropped + 1, seed=1))
+    assert kept(buffer)[: dropped + 1].all()
+    assert not kept(buffer).all()
+
+
+def test_rows_that_nobody_announced_are_kept():
+    storage = LazyTensorStorage(10)
+    storage.set(torch.arange(10), make_rows(10))
+    sampler = ReplayOptimizationSampler(reward_key="reward")
+    buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=8)
+    assert buffer.sample()["x"].max() < 10
+    assert sampler.kept(storage) == 10
+
+
+def test_where_none_is_kept_all_are_sampled():
+    buffer = make_buffer(20, 20)
+    buffer.sampler.finish_episode(1.0, buffer.storage)
+    kept(buffer).fill_(False)
+    assert len(buffer.sample()["index"].unique()) > 10
+
+
+@pytest.mark.parametrize("gain", [2.0, -2.0])
+def test_the_step_is_that_of_reinforce(gain):
+    """The gradient is minus gain * mean(I log p + (1 - I) log(1 - p))."""
+    buffer = make_buffer(rows=200, episodes=1, lr=1e-3)
+    sampler = buffer.sampler
+    sampler.finish_episode(10.0, buffer.storage)
+    policy, chosen = copy.deepcopy(sampler._policy), kept(buffer).double()
+    features = sampler._features(buffer.storage)
+    state = sampler._cpu_generator().get_state()
+    rows = torch.randint(200, (200,), generator=torch.Generator().set_state(state))
+    sampler.finish_episode(10.0 + gain, buffer.storage)
+
+    p = policy.double()(features[rows].double()).sigmoid().squeeze(-1)
+    objective = chosen[rows] * p.log() + (1 - chosen[rows]) * (1 - p).log()
+    (-gain * objective.mean()).backward()
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-3)
+    optimizer.step()
+    for ours, theirs in zip(sampler._policy.parameters(), policy.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.float(), atol=2e-5, rtol=0)
+
+
+def test_it_learns_to_keep_what_raises_the_return():
+    buffer = make_buffer(400, 400, lr=1e-2, episodes=1, rows=400)
+    sampler, good = buffer.sampler, buffer[:]["reward"].squeeze(-1) > 0
+    for _ in range(250):
+        mask = kept(buffer)
+        sampler.finish_episode(float(mask[good].sum() - mask[~good].sum()), buffer.storage)
+    assert kept(buffer)[good].float().mean() > kept(buffer)[~good].float().mean() + 0.3
+
+
+def test_features_are_reward_error_and_age():
+    buffer = make_buffer(100, 150)
+    buffer.extend(make_rows(50, seed=1))
+    buffer.update_priority(torch.arange(150), torch.arange(150) / 10)
+    reward, error, age = buffer.sampler._features(buffer.storage).T
+    stored = buffer[:]["reward"].squeeze(-1)
+    torch.testing.assert_close(reward, (stored - stored.mean()) / stored.std(correction=0))
+    torch.testing.assert_close(error.std(correction=0), torch.tensor(1.0))
+    assert (error.diff() > 0).all()
+    assert age[0] == 1
+    assert (age.diff() < 0).all()
+    buffer.extend(make_rows(1, seed=2))  # new: the largest error that is known, and no age
+    assert buffer.sampler._error[0] == pytest.approx(14.9)
+    assert buffer.sampler._features(buffer.storage)[0, 2] < 0.01
+
+
+def test_what_is_restored_goes_on_with_the_same_batches(tmp_path):
+    buffer, again, loaded = make_buffer(), make_buffer(0), make_buffer(0)
+    for value in (1.0, 3.0, 2.0):
+        buffer.sampler.finish_episode(value, buffer.storage)
+    buffer.sampler.dumps(tmp_path / "sampler")
+    again.load_state_dict(buffer.state_dict())
+    loaded.load_state_dict(buffer.state_dict())
+    loaded.sampler.loads(tmp_path / "sampler")
+    for _ in range(3):
+        batches = [b.sample()["index"] for b in (buffer, again, loaded)]
+        assert torch.equal(batches[0], batches[1])
+        assert torch.equal(batches[0], batches[2])
+        for b in (buffer, again, loaded):
+            b.sampler.finish_episode(5.0, b.storage)
+        assert torch.equal(kept(buffer), kept(again))
+        assert torch.equal(kept(buffer), kept(loaded))
+
+
+def test_emptying_forgets_the_rows():
+    buffer = make_buffer()
+    buffer.sampler.finish_episode(1.0, buffer.storage)
+    buffer.empty()
+    buffer.sampler.finish_episode(2.0, buffer.storage)  # nothing there to choose from
+    buffer.extend(make_rows(10))
+    assert kept(buffer).all()
+
+
+def test_bad_values_are_refused():
+    with pytest.raises(ValueError, match="episodes=0"):
+        ReplayOptimizationSampler(episodes=0)
+    with pytest.raises(ValueError, match="rows=True"):
+        ReplayOptimizationSampler(rows=True)
+    with pytest.raises(ValueError, match="lr=0"):
+        ReplayOptimizationSampler(lr=0)
+    buffer = make_buffer()
+    with pytest.raises(ValueError, match="not finite"):
+        buffer.update_priority(torch.tensor([0]), torch.tensor([torch.nan]))

@@ -1,0 +1,124 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from nmer_torchrl import TunedMixup
+
+OPTIONS = {"keys": ["x"], "value_keys": ["y"], "terminated_key": "end"}
+
+
+def make_pairs(n: int, seed: int, dynamics=lambda x: x.sum(-1, keepdim=True)) -> TensorDict:
+    x = torch.randn((n, 2, 3), generator=torch.Generator().manual_seed(seed))
+    end = torch.zeros(n, 2, 1, dtype=torch.bool)
+    return TensorDict(x=x, y=dynamics(x), end=end, batch_size=[n, 2])
+
+
+def make_fold(**options) -> TunedMixup:
+    generator = torch.Generator().manual_seed(0)
+    return TunedMixup(generator=generator, hidden=(32, 32), **OPTIONS, **options)
+
+
+def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_one_step_is_that_of_the_definition():
+    fold, pairs = make_fold(alpha=0.5, lr=1e-2, tolerance=1e-4), make_pairs(40, seed=1)
+    fold(pairs)  # makes the discriminator
+    before = copy.deepcopy(fold._learner)
+    fold.alpha = before.alpha.item()
+    batch = fold(pairs)
+
+    # The discriminator: one step of Adam on the sum of both members' errors.
+    loss = sum(
+        (before.layers(pairs["x"][:, i]) - pairs["y"][:, i]).square().mean() for i in range(2)
+    )
+    before.layers_optimizer.zero_grad()
+    loss.backward()
+    before.layers_optimizer.step()
+    assert_same_weights(fold._learner.layers, before.layers)
+
+    # Alpha: one step of Adam on log(alpha) * (distance from linear - tolerance).
+    w = batch["mixup_weight"]
+    with torch.no_grad():
+        first, second = before.layers(pairs["x"]).unbind(1)
+        distance = (before.layers(batch["x"]) - (w * first + (1 - w) * second)).square().mean()
+    before.alpha_optimizer.zero_grad()
+    before.alpha.grad = (distance - 1e-4) / before.alpha.detach()
+    before.alpha_optimizer.step()
+    assert fold.alpha == pytest.approx(before.alpha.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(("linear", "rises"), [(True, True), (False, False)])
+def test_alpha_rises_where_transitions_are_linear_and_falls_where_not(linear, rises):
+    fold = make_fold(alpha=0.5, lr=1e-2, tolerance=0.02)
+    dynamics = (lambda x: x) if linear else (lambda x: (3 * x).sin())
+    for seed in range(150):
+        fold(make_pairs(128, seed, dynamics))
+    assert (fold.alpha > 0.6) if rises else (fold.alpha < 0.4)
+    assert 0 < fold.alpha <= 1
+
+
+def test_the_fold_itself_is_that_of_pair_mixup():
+    fold, pairs = make_fold(), make_pairs(20, seed=3)
+    pairs["end"][4, 1] = True
+    batch = fold(pairs)
+    w = batch["mixup_weight"]
+    assert w[4] == 1
+    assert ((w > 0) & (w < 1)).sum() == 19
+    for key in ("x", "y"):
+        first, second = pairs[key].unbind(1)
+        torch.testing.assert_close(batch[key], w * first + (1 - w) * second)
+    rows = TensorDict(x=torch.zeros(3, 3), batch_size=[3])
+    assert fold(rows) is rows
+
+
+def test_rows_that_are_not_finite_teach_nothing():
+    alone, beside = make_fold(), make_fold()
+    pairs = make_pairs(20, seed=3)
+    spoiled = make_pairs(21, seed=4)
+    spoiled[:20] = pairs
+    spoiled["y"][20, 1] = torch.nan
+    # The weights of the first 20 pairs differ with the batch, so compare the discriminators.
+    alone(pairs), beside(spoiled)
+    assert_same_weights(alone._learner.layers, beside._learner.layers)
+    pairs["y"][:] = torch.nan
+    alpha = alone.alpha
+    assert alone(pairs)["mixup_weight"].eq(1).all()
+    assert alone.alpha == alpha
+
+
+@pytest.mark.parametrize("how", ["state", "pickle"])
+def test_what_is_restored_goes_on_with_the_same_numbers(how):
+    fold = make_fold(lr=1e-2)
+    for seed in range(3):
+        fold(make_pairs(16, seed))
+    if how == "state":
+        again = make_fold(lr=1e-2)
+        again.load_state_dict(fold.state_dict())
+    else:
+        again = pickle.loads(pickle.dumps(fold))
+        again.generator = torch.Generator().set_state(fold.generator.get_state())
+    for seed in range(3, 6):
+        pairs = make_pairs(16, seed)
+        one, other = fold(pairs), again(pairs)
+        assert torch.equal(one["x"], other["x"])
+        assert fold.alpha == again.alpha
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alpha": 1.5}, "alpha=1.5"),
+        ({"alpha": 0.0}, "alpha=0.0"),
+        ({"tolerance": 0.0}, "tolerance=0.0"),
+        ({"lr": float("nan")}, "lr=nan"),
+    ],
+)
+def test_bad_values_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_fold(**options)
