@@ -19,7 +19,7 @@ from torchrl.objectives import SoftUpdate
 RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
-from common import checkpoint, config, envs, evaluate, streams  # noqa: E402
+from common import checkpoint, compiling, config, envs, evaluate, streams  # noqa: E402
 from common.runs import Run  # noqa: E402
 
 METHODS = {"U": "uniform", "NMER": "nmer"}
@@ -328,3 +328,78 @@ def test_a_loss_that_comes_at_every_other_frame_is_averaged_over_those(tmp_path)
     assert row["train/return"] == 1.5
     assert returns == []
     assert run.score == 7.0
+
+
+def make_batch(n: int, observations: int, actions: int) -> TensorDict:
+    following = TensorDict(
+        observation=torch.randn(n, observations),
+        reward=torch.randn(n, 1),
+        terminated=torch.rand(n, 1) < 0.2,
+        batch_size=[n],
+    )
+    return TensorDict(
+        observation=torch.randn(n, observations),
+        action=torch.rand(n, actions) * 2 - 1,
+        next=following,
+        batch_size=[n],
+    )
+
+
+@pytest.mark.xdist_group("recipes_td3")
+@pytest.mark.filterwarnings("ignore:torch._dynamo.config:FutureWarning")  # tensordict reads it
+def test_compiled_losses_are_those_of_the_loop():
+    import td3
+
+    compiling.why_not.cache_clear()
+    cfg = make_config("td3", "hidden=[8,8]", "target_noise=0", "compile=true")
+    _, _, loss = td3.make_agent(cfg, 4, 2, torch.device("cpu"))
+    SoftUpdate(loss, tau=cfg.tau)
+    compiled = compiling.maybe_compile(cfg, loss.value_loss, loss.actor_loss)
+    for seed, function, fast in zip(
+        (0, 1), (loss.value_loss, loss.actor_loss), compiled, strict=True
+    ):
+        torch.manual_seed(seed)
+        batch = make_batch(32, 4, 2)
+        expected = function(batch.clone())[0]
+        expected.backward()
+        gradients = [p.grad.clone() for p in loss.parameters() if p.grad is not None]
+        loss.zero_grad()
+        found = fast(batch)[0]
+        found.backward()
+        torch.testing.assert_close(found, expected)
+        assert gradients
+        torch.testing.assert_close(
+            [p.grad for p in loss.parameters() if p.grad is not None], gradients
+        )
+        loss.zero_grad()
+
+
+def test_losses_are_compiled_where_it_pays(monkeypatch):
+    def double(x):
+        return 2 * x
+
+    def compiles(works: bool, *overrides: str) -> bool:
+        monkeypatch.setattr(compiling, "why_not", lambda device: None if works else "no c++")
+        (function,) = compiling.maybe_compile(make_config("sac", *overrides), double)
+        return function is not double
+
+    long, short = "total_frames=200000", "total_frames=20000"
+    assert compiles(True, long)
+    assert not compiles(True, short, "replay_ratio=1")
+    assert not compiles(True, long, "compile=false")
+    assert compiles(True, short, "replay_ratio=1", "compile=true")
+    assert not compiles(False, long)
+    with pytest.raises(config.UsageError, match=r"does not work here \(no c\+\+\)"):
+        compiles(False, long, "compile=true")
+    with pytest.raises(config.UsageError, match="compile=maybe"):
+        config.check(make_config("sac", "compile=maybe"))
+
+
+def test_a_machine_that_cannot_compile_says_why(monkeypatch):
+    def fail(function):
+        raise RuntimeError("no compiler\nmore lines")
+
+    compiling.why_not.cache_clear()
+    monkeypatch.setattr(torch, "compile", fail)
+    assert compiling.why_not("cpu") == "no compiler"
+    compiling.why_not.cache_clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def maybe_compile(cfg: DictConfig, *functions: Callable[..., Any]) -> list[Calla
     updates = (cfg.total_frames - cfg.random_frames) * cfg.replay_ratio
     if cfg.compile is False or (cfg.compile == "auto" and updates < _WORTH):
         return list(functions)
-    problem = _try_to_compile(cfg.device)
+    problem = why_not(cfg.device)
     if problem is not None and cfg.compile is True:
         raise UsageError(
             f"compile=true, but torch.compile does not work here ({problem}); install a C++ "
@@ -31,7 +32,8 @@ def maybe_compile(cfg: DictConfig, *functions: Callable[..., Any]) -> list[Calla
     return [torch.compile(f) if problem is None else f for f in functions]
 
 
-def _try_to_compile(device: str) -> str | None:
+@cache
+def why_not(device: str) -> str | None:
     """Why torch.compile does not work on this machine, or None if it does."""
     try:
         torch.compile(lambda x: x.sin() + 1.0)(torch.ones(8, device=device))
