@@ -403,3 +403,21 @@ def test_a_machine_that_cannot_compile_says_why(monkeypatch):
     monkeypatch.setattr(torch, "compile", fail)
     assert compiling.why_not("cpu") == "no compiler"
     compiling.why_not.cache_clear()
+
+
+def test_a_logger_that_cannot_be_made_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+    place = f"run_dir={tmp_path / 'run'}"
+    with pytest.raises(config.UsageError, match="has no key"):
+        Run(make_config("sac", place, "logger.mode=online"))
+    with pytest.raises(config.UsageError, match=r"logger.kind=paper"):
+        Run(make_config("sac", place, "logger.kind=paper"))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(config.UsageError, match="pip install tensorboard"):
+        Run(make_config("sac", place, "logger=tensorboard"))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(config.UsageError, match="pip install wandb"):
+        Run(make_config("sac", place))
+    assert not (tmp_path / "run").exists()

@@ -30,17 +30,58 @@ class Logger(Protocol):
         ...
 
 
+def check_logger(cfg: DictConfig) -> None:
+    """Raises a `UsageError` if the logger that `cfg.logger` describes cannot be made."""
+    match cfg.logger.kind:
+        case "wandb":
+            _wandb_mode(cfg)
+        case "tensorboard":
+            _summary_writer()
+        case "csv" | "none":
+            pass
+        case other:
+            raise UsageError(f"logger.kind={other}; it is wandb, csv, tensorboard or none.")
+
+
 def make_logger(cfg: DictConfig, directory: Path, run_id: str | None) -> Logger:
     """The logger that `cfg.logger` describes."""
+    check_logger(cfg)
     match cfg.logger.kind:
         case "wandb":
             return WandbLogger(cfg, directory, run_id)
         case "tensorboard":
             return TensorboardLogger(directory)
-        case "csv" | "none":  # metrics.csv is written anyway
-            return NoLogger()
-        case other:
-            raise UsageError(f"logger.kind={other}; it is wandb, csv, tensorboard or none.")
+    return NoLogger()  # metrics.csv is written anyway
+
+
+def _wandb_mode(cfg: DictConfig) -> tuple[str | None, bool]:
+    """The mode to give to wandb, and whether that is offline for want of a key."""
+    try:
+        import wandb
+    except ImportError:
+        raise UsageError(
+            "logger=wandb needs the package wandb, which is not installed; "
+            "`pip install wandb`, or choose logger=csv."
+        ) from None
+    mode = cfg.logger.mode or os.environ.get("WANDB_MODE")
+    keyless = mode in (None, "online") and not wandb.login(prompt=False, verify=False)
+    if keyless and mode == "online":
+        raise UsageError(
+            "wandb is asked to log online, but has no key; run `wandb login`, set "
+            "WANDB_API_KEY, or leave the mode out to log offline."
+        )
+    return "offline" if keyless else mode, keyless
+
+
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UsageError(
+            "logger=tensorboard needs the package tensorboard, which is not installed; "
+            "`pip install tensorboard`, or choose logger=csv."
+        ) from None
+    return SummaryWriter
 
 
 class NoLogger:
@@ -62,20 +103,9 @@ class WandbLogger:
     """Weights & Biases: online where a key is set, else offline, to be synchronized later."""
 
     def __init__(self, cfg: DictConfig, directory: Path, run_id: str | None) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise UsageError(
-                "logger=wandb needs the package wandb, which is not installed; "
-                "`pip install wandb`, or choose logger=csv."
-            ) from None
-        mode = cfg.logger.mode or os.environ.get("WANDB_MODE")
-        keyless = mode in (None, "online") and not wandb.login(prompt=False, verify=False)
-        if keyless and mode == "online":
-            raise UsageError(
-                "wandb is asked to log online, but has no key; run `wandb login`, set "
-                "WANDB_API_KEY, or leave the mode out to log offline."
-            )
+        import wandb
+
+        mode, keyless = _wandb_mode(cfg)
         self._run = wandb.init(
             project=cfg.logger.project,
             group=cfg.logger.group,
@@ -85,7 +115,7 @@ class WandbLogger:
             dir=str(directory),
             id=run_id,
             resume="allow" if run_id else None,
-            mode="offline" if keyless else mode,
+            mode=mode,
             settings=wandb.Settings(silent=True, console="off"),
         )
         self.id: str | None = self._run.id
@@ -115,14 +145,7 @@ class TensorboardLogger:
     id = None
 
     def __init__(self, directory: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UsageError(
-                "logger=tensorboard needs the package tensorboard, which is not installed; "
-                "`pip install tensorboard`, or choose logger=csv."
-            ) from None
-        self._writer = SummaryWriter(str(directory))
+        self._writer = _summary_writer()(str(directory))
 
     def log(self, metrics: dict[str, float], frames: int) -> None:
         """The step axis is environment frames."""

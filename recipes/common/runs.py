@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from common.checkpoint import FILE
 from common.config import UsageError
-from common.loggers import Logger, make_logger
+from common.loggers import Logger, check_logger, make_logger
 
 WINDOW = 11  # evaluations whose mean is the score
 COLUMNS = (
@@ -86,6 +86,7 @@ class Run:
 
     def __init__(self, cfg: DictConfig) -> None:
         self.cfg = cfg
+        check_logger(cfg)
         self.directory, self.resumed = _find_directory(cfg)
         self.clock = Clock()
         self.rows: list[dict[str, float]] = []
