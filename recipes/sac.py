@@ -16,7 +16,8 @@ from common.compiling import maybe_compile
 from common.config import run_recipe
 from common.envs import make_env
 from common.evaluate import Evaluator
-from common.replay import describe, draw, make_buffer, store
+from common.losses import SACLoss
+from common.replay import describe, draw, make_buffer, report, store
 from common.runs import Run
 from common.streams import Stream, seeds
 from common.video import check_video, write_video
@@ -26,7 +27,7 @@ from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import Tensor, nn
 from torchrl.data import Bounded
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
-from torchrl.objectives import SACLoss, SoftUpdate
+from torchrl.objectives import SoftUpdate
 
 
 def make_agent(
@@ -126,12 +127,14 @@ def train(cfg: DictConfig) -> None:
             with clock("environment"):
                 row = collector.step()
             with clock("upkeep"):
-                store(buffer, row)
+                store(buffer, row, collector.ended)
             losses = None
             due = math.floor((frame - cfg.random_frames) * cfg.replay_ratio) - run.updates
             for batch in draw(buffer, max(due, 0), clock):
                 with clock("update"):
                     losses = update(batch)
+                with clock("upkeep"):
+                    report(buffer, batch)
                 run.updates += 1
             run.count(frame, losses)
 

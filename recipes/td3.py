@@ -16,7 +16,7 @@ from common.compiling import maybe_compile
 from common.config import run_recipe
 from common.envs import make_env
 from common.evaluate import Evaluator
-from common.replay import describe, draw, make_buffer, store
+from common.replay import describe, draw, make_buffer, report, store
 from common.runs import Run
 from common.streams import Stream, seeds
 from common.video import check_video, write_video
@@ -97,7 +97,9 @@ def train(cfg: DictConfig) -> None:
     def update(batch: TensorDictBase, number: int) -> dict[str, Tensor]:
         """One step of the critics; at every `policy_delay`-th, of the actor and the targets."""
         losses = {}
-        loss_qvalue, _ = value_loss(batch)
+        loss_qvalue, details = value_loss(batch)
+        errors = details["pred_value"] - details["target_value"]
+        batch.set("td_error", errors.abs().mean(0))
         descend(loss_qvalue, critic_optimizer, critic_weights)
         losses["loss_qvalue"] = loss_qvalue.detach()
         if number % cfg.policy_delay == 0:
@@ -138,13 +140,15 @@ def train(cfg: DictConfig) -> None:
             with clock("environment"):
                 row = collector.step()
             with clock("upkeep"):
-                store(buffer, row)
+                store(buffer, row, collector.ended)
             losses = None
             due = math.floor((frame - cfg.random_frames) * cfg.replay_ratio) - run.updates
             for batch in draw(buffer, max(due, 0), clock):
                 run.updates += 1
                 with clock("update"):
                     losses = update(batch, run.updates)
+                with clock("upkeep"):
+                    report(buffer, batch)
             run.count(frame, losses)
 
             # Evaluation

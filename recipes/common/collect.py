@@ -42,6 +42,7 @@ class FrameCollector:
         self.random_frames = random_frames
         self.frames = 0
         self.episode_return = 0.0
+        self.ended: float | None = None  # the return of an episode that ended with the last frame
         self.returns: list[float] = []  # of episodes that ended since someone took them
         self._carrier = env.reset()
 
@@ -58,9 +59,10 @@ class FrameCollector:
         transition, self._carrier = self.env.step_and_maybe_reset(carrier.set("action", action))
         self.frames += 1
         self.episode_return += float(transition["next", "reward"])
+        self.ended = None
         if transition["next", "done"].item():
-            self.returns.append(self.episode_return)
-            self.episode_return = 0.0
+            self.ended, self.episode_return = self.episode_return, 0.0
+            self.returns.append(self.ended)
         return transition.select(*ROW).unsqueeze(0).to(self.device)
 
     def state_dict(self) -> dict[str, Any]:

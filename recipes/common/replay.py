@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 from omegaconf import DictConfig
 from tensordict import TensorDictBase
-from torchrl.data import TensorDictReplayBuffer
+from torchrl.data import PrioritizedSampler, TensorDictReplayBuffer
 
 from common.config import UsageError
 from common.runs import Clock
-from nmer_torchrl import NeighborPairSampler, make_replay_buffer
+from nmer_torchrl import NeighborPairSampler, ReplayOptimizationSampler, make_replay_buffer
 
 
 def make_buffer(cfg: DictConfig, seed: int) -> TensorDictReplayBuffer:
@@ -28,21 +28,43 @@ def make_buffer(cfg: DictConfig, seed: int) -> TensorDictReplayBuffer:
         raise UsageError(f"replay={cfg.replay.kind}: {error}") from None
 
 
-def store(buffer: TensorDictReplayBuffer, row: TensorDictBase) -> None:
-    """Stores a row, and has the neighbour search take it up now rather than at the next draw."""
+def store(buffer: TensorDictReplayBuffer, row: TensorDictBase, ended: float | None) -> None:
+    """Stores a row, and has the neighbour search take it up now rather than at the next draw.
+
+    `ended` is the return of an episode that ends with it.
+    """
     buffer.extend(row)
+    if ended is not None and isinstance(buffer.sampler, ReplayOptimizationSampler):
+        buffer.sampler.finish_episode(ended, buffer.storage)
     if isinstance(buffer.sampler, NeighborPairSampler):
         nobody = torch.empty(0, dtype=torch.int64, device=row.device)
         buffer.sampler.neighbors(buffer.storage, nobody)
 
 
 def draw(buffer: TensorDictReplayBuffer, batches: int, clock: Clock) -> Iterator[TensorDictBase]:
-    """That many batches. Nothing is stored between them, so one draw serves them all."""
+    """That many batches. Nothing is stored between them, so one draw serves them all.
+
+    Priorities change with every update: they ask for a draw each.
+    """
     if not batches:
+        return
+    if isinstance(buffer.sampler, PrioritizedSampler):
+        for _ in range(batches):
+            with clock("sample"):
+                batch = buffer.sample()
+            yield batch
         return
     with clock("sample"):
         drawn = buffer.sample(batches * buffer.batch_size).split(buffer.batch_size)
     yield from drawn
+
+
+def report(buffer: TensorDictReplayBuffer, batch: TensorDictBase) -> None:
+    """Tells samplers that go by them the TD errors of an update, `[B]` under `"td_error"`."""
+    if isinstance(buffer.sampler, PrioritizedSampler):
+        buffer.update_tensordict_priority(batch)
+    elif isinstance(buffer.sampler, ReplayOptimizationSampler):
+        buffer.update_priority(batch["index"], batch["td_error"])
 
 
 @torch.no_grad()
