@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -35,6 +36,7 @@ def maybe_compile(cfg: DictConfig, *functions: Callable[..., Any]) -> list[Calla
 @cache
 def why_not(device: str) -> str | None:
     """Why torch.compile does not work on this machine, or None if it does."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it misses CUDA
     try:
         torch.compile(lambda x: x.sin() + 1.0)(torch.ones(8, device=device))
     except Exception as error:  # whatever the compiler says
