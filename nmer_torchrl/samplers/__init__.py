@@ -7,6 +7,16 @@ partner is paired with itself.
 
 from nmer_torchrl.samplers.base import PairSampler
 from nmer_torchrl.samplers.neighbor import NeighborPairSampler
+from nmer_torchrl.samplers.prioritized import (
+    CheckedPrioritizedSampler,
+    PrioritizedNeighborPairSampler,
+)
 from nmer_torchrl.samplers.random import RandomPairSampler
 
-__all__ = ["NeighborPairSampler", "PairSampler", "RandomPairSampler"]
+__all__ = [
+    "CheckedPrioritizedSampler",
+    "NeighborPairSampler",
+    "PairSampler",
+    "PrioritizedNeighborPairSampler",
+    "RandomPairSampler",
+]
