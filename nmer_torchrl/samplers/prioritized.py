@@ -87,8 +87,8 @@ class CheckedPrioritizedSampler(PrioritizedSampler):
     def priorities(self, index: Tensor) -> Tensor:
         """Positions to their priorities as they were given, of the same shape, float64.
 
-        TorchRL keeps `(p + eps) ** alpha`; this undoes it. 0 where there is no row. With `alpha = 0`
-        nothing is kept of them, and they are NaN.
+        TorchRL keeps `(p + eps) ** alpha`; this undoes it. Where there is no row it is 0. With
+        `alpha = 0` nothing is kept of them, and they are NaN.
         """
         if self.alpha == 0:
             return torch.full(index.shape, torch.nan, dtype=torch.float64, device=index.device)
