@@ -86,8 +86,8 @@ class PairPrioritizedReplayBuffer(TensorDictReplayBuffer):
         that occurs several times in the batch, as anchor or partner, gets the mean of what it would
         get each time, all from the same `old`.
 
-        Rows whose `"index"` names single positions, as `extend` leaves it in what it stored, are
-        treated as TorchRL does.
+        Rows whose `"index"` is `[B]`, such as what `extend` returned, are no pairs: they get the
+        error itself, as in TorchRL.
         """
         index = _entry(data, "index", "give a batch as `sample()` returned it")
         if index.shape == data.shape and data.ndim < 2:
