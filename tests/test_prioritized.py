@@ -2,6 +2,7 @@
 
 import copy
 import re
+import threading
 from collections import defaultdict
 from fractions import Fraction
 
@@ -241,6 +242,15 @@ def test_importance_weights_are_those_of_the_formula(beta):
     assert (weight == 1).any()
     torch.testing.assert_close(batch["priority_weight"], weight * anchor + (1 - weight) * partner)
     assert torch.equal(info["priority_weight"], batch["priority_weight"])
+
+
+def test_without_its_info_a_batch_has_no_weights():
+    buffer = make()
+    buffer.extend(make_transitions(30))
+    with pytest.warns(UserWarning, match="include_info"):
+        batch, info = buffer.sample(return_info=True, include_info=False)
+    assert batch.get("priority_weight", None) is None
+    assert info["priority_weight"].shape == (16,)
 
 
 def test_without_a_fold_both_weights_are_given():
@@ -485,11 +495,40 @@ def test_errors_of_prefetched_batches_reach_their_rows(kind):
         torch.testing.assert_close(priorities(buffer), expected, rtol=1e-5, atol=1e-9)
 
 
+def test_errors_while_a_thread_writes_and_others_prefetch():
+    buffer = make(prefetch=2, capacity=64)
+    buffer.extend(make_transitions(64))
+    stop = threading.Event()
+
+    def write():
+        seed = 0
+        while not stop.is_set():
+            seed += 1
+            buffer.extend(make_transitions(7, seed=seed))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for seed in range(100):
+            give_errors(buffer, seed)
+    finally:
+        stop.set()
+        writer.join()
+    buffer.synchronize()
+    set_priorities(buffer, [2.0] * 64)
+    assert (buffer.sampler.sample(buffer.storage, 16)[1]["priority_weight"] == 1).all()
+    index = torch.arange(64)
+    neighbors = buffer.sampler.neighbors(buffer.storage, index)
+    assert_neighbors(stored_points(buffer.storage), index, neighbors)
+
+
 def test_errors_of_rows_that_are_gone_are_passed_over():
     buffer = make(capacity=30)
     buffer.extend(make_transitions(30))
     batch = pair_batch([(1, 20), (25, 0), (28, 29)], [0.5, 0.5, 0.5], [4.0, 4.0, 4.0])
     buffer.empty()
+    buffer.update_tensordict_priority(batch)
+    assert (buffer.sampler.priorities(torch.arange(30)) == 0).all()
     buffer.extend(make_transitions(3, seed=1))
     buffer.update_tensordict_priority(batch)
     expected = [2.5, 2.5, 1.0] + [0.0] * 27

@@ -66,7 +66,7 @@ class PairPrioritizedReplayBuffer(TensorDictReplayBuffer):
         if both is not None and weight is not None:
             folded = mix(both[..., 0], both[..., 1], weight.to(both.device))
             info = {**info, "priority_weight": folded}
-            if "priority_weight" in batch.keys():  # noqa: SIM118
+            if batch.get("priority_weight", None) is not None:
                 batch.set("priority_weight", folded.to(weight.device))
         return (batch, info) if return_info else batch
 
