@@ -31,6 +31,7 @@ from nmer_torchrl import (
     PairPrioritizedReplayBuffer,
     PrioritizedNeighborPairSampler,
     make_replay_buffer,
+    rows,
 )
 
 KINDS = ["per", "per_nmer"]
@@ -337,6 +338,46 @@ def test_rows_that_no_one_announced_are_new_rows(kind):
         storage=TensorStorage(rows), sampler=make_sampler(kind, 40), batch_size=8
     )
     assert buffer.sampler.sample(buffer.storage, 2_000)[0].unique().numel() == 40
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_after_any_sequence_of_writes_all_rows_have_neighbors_and_a_priority(data):
+    buffer = make(capacity=30, k=5)
+    for seed in range(data.draw(st.integers(1, 8))):
+        write = data.draw(st.sampled_from(["extend", "add", "setitem", "errors", "empty"]))
+        if write == "extend" or not len(buffer):
+            buffer.extend(make_transitions(data.draw(st.integers(1, 40)), seed=seed))
+        elif write == "add":
+            buffer.add(make_transitions(1, seed=seed)[0])
+        elif write == "setitem":
+            buffer[0] = make_transitions(1, seed=seed)[0]
+        elif write == "errors":
+            give_errors(buffer, seed)
+        else:
+            buffer.empty()
+    if len(buffer):
+        index, info = buffer.sampler.sample(buffer.storage, 100)
+        expected = importance(priorities(buffer))[index]
+        torch.testing.assert_close(info["priority_weight"], expected, rtol=1e-4, atol=1e-5)
+        index = torch.arange(len(buffer))
+        neighbors = buffer.sampler.neighbors(buffer.storage, index)
+        assert_neighbors(stored_points(buffer.storage), index, neighbors)
+
+
+def test_announced_rows_alone_are_read_again(monkeypatch):
+    read = []
+    original = rows.read_points
+    monkeypatch.setattr(
+        rows, "read_points", lambda data, i, *keys: read.append(len(i)) or original(data, i, *keys)
+    )
+    buffer = make()
+    buffer.extend(make_transitions(80))
+    give_errors(buffer)
+    buffer.extend(make_transitions(3, seed=1))
+    buffer.add(make_transitions(1, seed=2)[0])
+    give_errors(buffer)
+    assert read == [80, 4]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -661,6 +702,11 @@ def test_storages_from_which_pairs_cannot_be_drawn_are_refused():
         make("per_nmer", storage=ListStorage(100))
     with pytest.raises(ValueError, match="ndim=2"):
         make("per_nmer", storage=LazyTensorStorage(100, ndim=2))
+    buffer = TensorDictReplayBuffer(
+        storage=ListStorage(20), sampler=PrioritizedNeighborPairSampler(20), batch_size=4
+    )
+    with pytest.raises(TypeError, match="ListStorage; use LazyTensorStorage"):
+        buffer.extend(make_transitions(5))
 
 
 def test_rows_of_any_storage_have_priorities():
