@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
-from torchrl.data.replay_buffers import HERReplayBuffer, Sampler, Storage, TensorStorage
+from torch import Tensor
+from torchrl.data.replay_buffers import (
+    HERReplayBuffer,
+    PrioritizedSampler,
+    Sampler,
+    Storage,
+    TensorStorage,
+)
 
 
 def revision(storage: Storage) -> int:
@@ -39,3 +46,45 @@ def make_tensordict(
 ) -> TensorDict:
     """A tensordict of entries known to fit: the public constructor checks each."""
     return TensorDict._new_unsafe(entries, batch_size=batch_size, device=device)
+
+
+def draw_by_priority(
+    sampler: PrioritizedSampler, storage: Storage, batch_size: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What TorchRL's sampler draws, from torch's global generator where it would use NumPy's."""
+    given = sampler._rng
+    if given is None and sampler.device.type == "cpu":
+        sampler._rng = torch.default_generator
+    try:
+        return PrioritizedSampler.sample(sampler, storage, batch_size)
+    finally:
+        sampler._rng = given
+
+
+def priority_powers(sampler: PrioritizedSampler, index: Tensor) -> Tensor:
+    """`(priority + eps) ** alpha` at these positions, 0 where none has been set."""
+    flat = index.reshape(-1).to(sampler.device)
+    powers = torch.as_tensor(sampler._sum_tree[flat], dtype=sampler.dtype)
+    return powers.reshape(index.shape).to(index.device)
+
+
+def set_priority_powers(sampler: PrioritizedSampler, powers: Tensor, largest: Tensor) -> None:
+    """Sets `(priority + eps) ** alpha` `[capacity]` and the largest priority ever, and no other."""
+    sampler._init()
+    index = powers.nonzero().squeeze(1).to(sampler.device)
+    values = powers.to(sampler.device)[index]
+    if len(index):
+        sampler._sum_tree[index] = values
+        sampler._min_tree[index] = values
+    # The second is its position, of interest only where the maximum is that of the rows stored now.
+    sampler._max_priority = (largest.to(sampler.device), torch.tensor(0))
+
+
+def priority_eps(sampler: PrioritizedSampler) -> float:
+    """What is added to each priority before it is raised to alpha."""
+    return float(sampler._eps)
+
+
+def set_priority_eps(sampler: PrioritizedSampler, eps: float) -> None:
+    """Sets what is added to each priority that is set from now on."""
+    sampler._eps = eps

@@ -1,7 +1,8 @@
 """Hydra configurations in TorchRL's manner, registered when this module is imported.
 
 After `import nmer_torchrl.configs`, a TorchRL config may say `sampler: neighbor_pair` and
-`transform: pair_mixup` in its defaults, next to TorchRL's own entries of those groups.
+`transform: pair_mixup` in its defaults, next to TorchRL's own entries of those groups. For
+priorities it says `replay_buffer: pair_prioritized` and `sampler: prioritized_neighbor_pair`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
 from tensordict import NestedKey
-from torchrl.trainers.algorithms.configs.data import SamplerConfig
+from torchrl.trainers.algorithms.configs.data import SamplerConfig, TensorDictReplayBufferConfig
 from torchrl.trainers.algorithms.configs.transforms import TransformConfig
 
-from nmer_torchrl.samplers import NeighborPairSampler, RandomPairSampler
+from nmer_torchrl.samplers import (
+    NeighborPairSampler,
+    PrioritizedNeighborPairSampler,
+    RandomPairSampler,
+)
 from nmer_torchrl.transforms import PairMixup
 
 
@@ -48,6 +54,34 @@ class RandomPairSamplerConfig(SamplerConfig):
     keys: Any = None
     value_keys: Any = None
     _target_: str = "nmer_torchrl.configs._make_random_pair_sampler"
+
+
+@dataclass
+class PrioritizedNeighborPairSamplerConfig(SamplerConfig):
+    """Configuration of `PrioritizedNeighborPairSampler`.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> instantiate(PrioritizedNeighborPairSamplerConfig(max_capacity=1_000, k=5))
+        PrioritizedNeighborPairSampler(k=5, alpha=0.6, beta=0.4, keys=('observation', 'action'))
+    """
+
+    max_capacity: int = MISSING
+    k: int = 10
+    alpha: float = 0.6
+    beta: float = 0.4
+    eps: float = 1e-6
+    search: Any = "auto"
+    keys: Any = None
+    value_keys: Any = None
+    _target_: str = "nmer_torchrl.configs._make_prioritized_neighbor_pair_sampler"
+
+
+@dataclass
+class PairPrioritizedReplayBufferConfig(TensorDictReplayBufferConfig):
+    """Configuration of `PairPrioritizedReplayBuffer`; its fields are TorchRL's."""
+
+    _target_: str = "nmer_torchrl.PairPrioritizedReplayBuffer"
 
 
 @dataclass
@@ -87,6 +121,14 @@ def _make_random_pair_sampler(**keys: Any) -> RandomPairSampler:
     return RandomPairSampler(**_given(**keys))
 
 
+def _make_prioritized_neighbor_pair_sampler(
+    max_capacity: int, k: int, alpha: float, beta: float, eps: float, search: Any, **keys: Any
+) -> PrioritizedNeighborPairSampler:
+    return PrioritizedNeighborPairSampler(
+        max_capacity, k, alpha=alpha, beta=beta, eps=eps, search=search, **_given(**keys)
+    )
+
+
 def _make_pair_mixup(alpha: float, mix_keys: Any, terminated_key: Any) -> PairMixup:
     options = _given(mix_keys=mix_keys)
     if terminated_key is not None:
@@ -99,6 +141,12 @@ def register() -> None:
     store = ConfigStore.instance().store
     store(group="sampler", name="neighbor_pair", node=NeighborPairSamplerConfig)
     store(group="sampler", name="random_pair", node=RandomPairSamplerConfig)
+    store(
+        group="sampler",
+        name="prioritized_neighbor_pair",
+        node=PrioritizedNeighborPairSamplerConfig,
+    )
+    store(group="replay_buffer", name="pair_prioritized", node=PairPrioritizedReplayBufferConfig)
     store(group="transform", name="pair_mixup", node=PairMixupConfig)
 
 

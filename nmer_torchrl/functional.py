@@ -93,3 +93,20 @@ def choose_other(anchor: Tensor, count: int, *, generator: torch.Generator | Non
     other = (uniform * choices).long()
     other = other + (inside & (other >= anchor))
     return torch.where(choices > 0, other, -1)
+
+
+def pair_priorities(new: Tensor, old: Tensor, weight: Tensor) -> Tensor:
+    """Priorities `[B, 2]` of anchors and partners after their mix had the error `new`, `[B]`.
+
+    `w * new + (1 - w) * old` for the anchor and `(1 - w) * new + w * old` for the partner, where
+    `old` is `[B, 2]` and `weight` (w) is `[B]`: the larger part of the mix moves further.
+    """
+    share = torch.stack([weight, 1 - weight], -1)
+    return torch.lerp(old, new.unsqueeze(-1).expand_as(old), share)
+
+
+def mean_by_position(index: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Distinct positions of `index` `[n]`, in order, and the mean of the values `[n]` at each."""
+    position, inverse, count = index.unique(return_inverse=True, return_counts=True)
+    total = value.new_zeros(len(position)).index_add_(0, inverse, value)
+    return position, total / count

@@ -17,7 +17,7 @@ from torchrl.data import (
 
 from nmer_torchrl import NeighborPairSampler, PairMixup, RandomPairSampler, make_replay_buffer
 
-PAIR_KINDS = ["mixup", "1nn", "nmer"]
+PAIR_KINDS = ["mixup", "1nn", "nmer", "per_nmer"]
 
 
 def make(kind="nmer", *, capacity=100, batch_size=16, seed=0, **options):

@@ -4,9 +4,15 @@ import ast
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 from helpers import make_transitions
-from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    TensorDictReplayBuffer,
+)
 from torchrl.data.replay_buffers import HERReplayBuffer, RandomSampler
 
 from nmer_torchrl import _compat
@@ -92,6 +98,61 @@ def test_writes_are_announced_and_then_confirmed():
         ("mark_update", 1, True),
         ("add", 1),
     ]
+
+
+def make_prioritized(generator=None):
+    sampler = PrioritizedSampler(8, alpha=0.5, beta=1.0, eps=0.25)
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(8), sampler=sampler, batch_size=4, generator=generator
+    )
+    buffer.extend(torch.arange(5))
+    buffer.update_priority(torch.arange(5), torch.tensor([0.0, 2.0, 6.0, 12.0, 2.0]))
+    return buffer
+
+
+def test_priorities_are_kept_with_eps_and_raised_to_alpha():
+    sampler = make_prioritized().sampler
+    assert _compat.priority_eps(sampler) == 0.25
+    powers = _compat.priority_powers(sampler, torch.tensor([[0, 1], [2, 3], [4, 7]]))
+    expected = torch.tensor([[0.5, 1.5], [2.5, 3.5], [1.5, 0.0]])
+    torch.testing.assert_close(powers, expected)
+    assert _compat.priority_powers(sampler, torch.tensor([3])).tolist() == [3.5]
+    assert _compat.priority_powers(sampler, torch.empty(0, dtype=torch.int64)).tolist() == []
+    _compat.set_priority_eps(sampler, 4.0)
+    sampler.update_priority(0, 5.0)
+    assert _compat.priority_powers(sampler, torch.tensor([0])).item() == 3.0
+
+
+def test_priorities_that_are_set_replace_all_others():
+    buffer = make_prioritized()
+    powers = torch.tensor([0.0, 0.0, 3.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+    _compat.set_priority_powers(buffer.sampler, powers, torch.tensor(9.0))
+    assert torch.equal(_compat.priority_powers(buffer.sampler, torch.arange(8)), powers)
+    assert float(buffer.sampler.default_priority) == 9.0
+    index, info = buffer.sampler.sample(buffer.storage, 200)
+    assert set(index.tolist()) == {2, 3}
+    # The weights are relative to the smallest: the tree of minima has them, too.
+    torch.testing.assert_close(info["priority_weight"], torch.where(index == 3, 1.0, 1 / 3))
+    _compat.set_priority_powers(buffer.sampler, torch.zeros(8), torch.tensor(1.0))
+    with pytest.raises(RuntimeError, match="non-positive p_sum"):
+        buffer.sampler.sample(buffer.storage, 2)
+
+
+def test_draws_by_priority_come_from_the_generator_or_torchs_own():
+    def draw(buffer):
+        return _compat.draw_by_priority(buffer.sampler, buffer.storage, 50)[0]
+
+    given = make_prioritized(torch.Generator().manual_seed(3))
+    first = draw(given)
+    given.set_rng(torch.Generator().manual_seed(3))
+    assert torch.equal(first, given.sampler.sample(given.storage, 50)[0])
+    seeded = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        buffer = make_prioritized()
+        seeded.append(draw(buffer))
+        assert _compat.generator(buffer.sampler) is None
+    assert torch.equal(*seeded)
 
 
 def test_private_names_of_torchrl_are_touched_nowhere_else():

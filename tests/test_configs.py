@@ -1,13 +1,25 @@
+from helpers import make_transitions
 from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
 from hydra.utils import instantiate
-from torchrl.trainers.algorithms.configs.data import SamplerConfig
+from torchrl.trainers.algorithms.configs.data import (
+    SamplerConfig,
+    TensorDictReplayBufferConfig,
+)
 from torchrl.trainers.algorithms.configs.transforms import TransformConfig
 
-from nmer_torchrl import NeighborPairSampler, PairMixup, RandomPairSampler
+from nmer_torchrl import (
+    NeighborPairSampler,
+    PairMixup,
+    PairPrioritizedReplayBuffer,
+    PrioritizedNeighborPairSampler,
+    RandomPairSampler,
+)
 from nmer_torchrl.configs import (
     NeighborPairSamplerConfig,
     PairMixupConfig,
+    PairPrioritizedReplayBufferConfig,
+    PrioritizedNeighborPairSamplerConfig,
     RandomPairSamplerConfig,
 )
 
@@ -16,6 +28,8 @@ def test_configs_are_torchrls_kind():
     assert issubclass(NeighborPairSamplerConfig, SamplerConfig)
     assert issubclass(RandomPairSamplerConfig, SamplerConfig)
     assert issubclass(PairMixupConfig, TransformConfig)
+    assert issubclass(PrioritizedNeighborPairSamplerConfig, SamplerConfig)
+    assert issubclass(PairPrioritizedReplayBufferConfig, TensorDictReplayBufferConfig)
 
 
 def test_configs_make_their_objects():
@@ -44,3 +58,33 @@ def test_a_hydra_config_picks_them_by_name():
         config = compose("test_nmer", overrides=["sampler.k=3", "transform.alpha=1.5"])
     assert instantiate(config.sampler).k == 3
     assert instantiate(config.transform).alpha == 1.5
+
+
+def test_a_hydra_config_puts_a_prioritized_buffer_together():
+    ConfigStore.instance().store(
+        name="test_per_nmer",
+        node={
+            "defaults": [
+                {"replay_buffer": "pair_prioritized"},
+                {"sampler@replay_buffer.sampler": "prioritized_neighbor_pair"},
+                {"transform@replay_buffer.transform": "pair_mixup"},
+                {"storage@replay_buffer.storage": "lazy_tensor"},
+                "_self_",
+            ]
+        },
+    )
+    changes = ["sampler.k=3", "sampler.beta=0.5", "sampler.max_capacity=50", "batch_size=8"]
+    with initialize(version_base=None):
+        config = compose(
+            "test_per_nmer",
+            overrides=[
+                "replay_buffer.storage.max_size=50",
+                *(f"replay_buffer.{change}" for change in changes),
+            ],
+        )
+    buffer = instantiate(config.replay_buffer)
+    assert isinstance(buffer, PairPrioritizedReplayBuffer)
+    assert isinstance(buffer.sampler, PrioritizedNeighborPairSampler)
+    assert (buffer.sampler.k, buffer.sampler.beta, buffer.sampler.max_size) == (3, 0.5, 50)
+    buffer.extend(make_transitions(20))
+    assert buffer.sample()["priority_weight"].shape == (8,)

@@ -8,6 +8,17 @@ partner is paired with itself.
 from nmer_torchrl.samplers.base import PairSampler
 from nmer_torchrl.samplers.neighbor import NeighborPairSampler
 from nmer_torchrl.samplers.optimization import ReplayOptimizationSampler
+from nmer_torchrl.samplers.prioritized import (
+    CheckedPrioritizedSampler,
+    PrioritizedNeighborPairSampler,
+)
 from nmer_torchrl.samplers.random import RandomPairSampler
 
-__all__ = ["NeighborPairSampler", "PairSampler", "RandomPairSampler", "ReplayOptimizationSampler"]
+__all__ = [
+    "CheckedPrioritizedSampler",
+    "NeighborPairSampler",
+    "PairSampler",
+    "PrioritizedNeighborPairSampler",
+    "RandomPairSampler",
+    "ReplayOptimizationSampler",
+]

@@ -1,0 +1,308 @@
+"""Anchors by priority."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import NestedKey
+from torch import Tensor
+from torchrl.data.replay_buffers import PrioritizedSampler, Storage
+
+from nmer_torchrl import _compat
+from nmer_torchrl.functional import mean_by_position, pair_priorities
+from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS
+from nmer_torchrl.neighbors import NeighborSearch
+from nmer_torchrl.samplers.neighbor import NeighborPairSampler
+
+_FLOAT32 = torch.finfo(torch.float32)
+
+
+class CheckedPrioritizedSampler(PrioritizedSampler):
+    """TorchRL's `PrioritizedSampler`, with checks and with a state that is safe to load.
+
+    Position i is drawn with probability `(p_i + eps) ** alpha / sum_j (p_j + eps) ** alpha`, and
+    comes with the importance weight `(N * P(i)) ** -beta`, divided by the largest of them, under
+    `"priority_weight"`. A new row has the largest priority ever given, at first 1. All of that is
+    TorchRL's. Here,
+
+    - priorities that are not finite or below 0 are refused (one NaN, and TorchRL draws the same row
+      ever after), as are positions beyond the capacity;
+    - without a generator it is torch's global seed that decides, not NumPy's;
+    - the state consists of tensors, for `torch.load(..., weights_only=True)`;
+    - rows that came into the storage unannounced are taken up as new ones.
+
+    `beta` and `alpha` are attributes that TorchRL's schedulers may move.
+
+    Args:
+        max_capacity: Number of rows that the storage can hold.
+        alpha: Exponent of the priorities: 0 draws uniformly, 1 in proportion.
+        beta: Exponent of the importance weights: 0 corrects nothing, 1 everything.
+        eps: Added to each priority, so that no row is out of reach.
+
+    Examples:
+        >>> import torch
+        >>> from torchrl.data import LazyTensorStorage, ReplayBuffer
+        >>> from torchrl.data.replay_buffers.scheduler import LinearScheduler
+        >>> sampler = CheckedPrioritizedSampler(max_capacity=4)
+        >>> buffer = ReplayBuffer(storage=LazyTensorStorage(4), sampler=sampler, batch_size=8)
+        >>> _ = buffer.extend(torch.arange(4))
+        >>> buffer.update_priority(torch.tensor([0, 1]), torch.tensor([0.5, 8.0]))
+        >>> sampler.priorities(torch.arange(4)).round(decimals=4)
+        tensor([0.5000, 8.0000, 1.0000, 1.0000], dtype=torch.float64)
+        >>> LinearScheduler(buffer, "beta", final_value=1.0, num_steps=2).step()
+        >>> float(sampler.beta)
+        0.7
+    """
+
+    def __init__(
+        self, max_capacity: int, alpha: float = 0.6, beta: float = 0.4, eps: float = 1e-6
+    ) -> None:
+        if isinstance(max_capacity, bool) or not isinstance(max_capacity, int) or max_capacity < 1:
+            raise ValueError(
+                f"max_capacity={max_capacity!r}, but it is a number of rows: "
+                "an integer, at least 1."
+            )
+        for name, value, usual in (("alpha", alpha, 0.6), ("beta", beta, 0.4)):
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(
+                    f"{name}={value!r} is no exponent for priorities; it must be finite and at "
+                    f"least 0 (the default is {usual})."
+                )
+        if not (math.isfinite(eps) and eps > 0 and eps**alpha > _FLOAT32.tiny):
+            raise ValueError(
+                f"A priority of 0 with eps={eps!r} and alpha={alpha!r} would never be drawn; eps "
+                "must be finite, above 0 and not vanish when raised to alpha (the default is 1e-6)."
+            )
+        super().__init__(max_capacity, alpha, beta, eps)
+        self._ranked = 0  # all rows before this position have a priority
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+        """Positions `[B]` by priority, and their importance weights `[B]`."""
+        self._rank(storage)
+        return _compat.draw_by_priority(self, storage, batch_size)
+
+    def priorities(self, index: Tensor) -> Tensor:
+        """Positions to their priorities as they were given, of the same shape, float64.
+
+        TorchRL keeps `(p + eps) ** alpha`; this undoes it. Where there is no row it is 0. With
+        `alpha = 0` nothing is kept of them, and they are NaN.
+        """
+        if self.alpha == 0:
+            return torch.full(index.shape, torch.nan, dtype=torch.float64, device=index.device)
+        powers = _compat.priority_powers(self, index).double()
+        return (powers ** (1 / self.alpha) - _compat.priority_eps(self)).clamp_min(0)
+
+    @torch.no_grad()
+    def update_priority(
+        self,
+        index: int | Tensor,
+        priority: float | Tensor,
+        *,
+        storage: Storage | None = None,
+    ) -> None:
+        """Sets the priorities of these positions; of a position named twice, the last counts."""
+        self._check_capacity(storage)
+        index = torch.as_tensor(index)
+        if index.ndim < 2 and index.numel() and int(index.max()) >= self.max_size:
+            raise IndexError(
+                f"Position {int(index.max())} was given a priority, "
+                f"but the sampler knows positions 0 to {self.max_size - 1}."
+            )
+        super().update_priority(index, self._as_priority(priority), storage=storage)
+
+    def _as_priority(self, priority: float | Tensor) -> Tensor:
+        """As float32, or an error if they are none."""
+        priority = torch.as_tensor(priority).detach().to(self.dtype)
+        # The sum of what they are raised to, over all rows, must be finite, too.
+        limit = (_FLOAT32.max / self.max_size) ** (1 / max(self.alpha, 1.0))
+        good = (priority >= 0) & (priority <= limit)
+        if not good.all():
+            raise ValueError(
+                f"A priority is a number from 0 to {limit:.3g}, but {float(priority[~good][0])} "
+                "was given; use the absolute TD error, and look for where it stopped being finite."
+            )
+        return priority
+
+    def _check_capacity(self, storage: Storage | None) -> None:
+        if storage is not None and storage.max_size > self.max_size:
+            raise ValueError(
+                f"The storage holds {storage.max_size} rows, but the sampler was made with "
+                f"max_capacity={self.max_size}; make them agree."
+            )
+
+    def _rank(self, storage: Storage) -> None:
+        """Gives the priority of a new row to those that no one announced."""
+        self._check_capacity(storage)
+        length = len(storage)
+        if length > self._ranked:
+            position = torch.arange(self._ranked, length)
+            without = position[_compat.priority_powers(self, position) == 0]
+            if len(without):
+                self.update_priority(without, self.default_priority, storage=storage)
+        self._ranked = length
+
+    def _empty(self) -> None:
+        super()._empty()
+        self._ranked = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Priorities `[capacity]` as they are kept, `(p + eps) ** alpha`, and the parameters."""
+        return {
+            "powers": _compat.priority_powers(self, torch.arange(self.max_size)),
+            "largest": torch.as_tensor(self.default_priority).cpu().clone(),
+            "alpha": float(self.alpha),
+            "beta": float(self.beta),
+            "eps": _compat.priority_eps(self),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave."""
+        powers = state_dict["powers"]
+        if len(powers) != self.max_size:
+            raise ValueError(
+                f"The state holds priorities for {len(powers)} rows, but the sampler was made with "
+                f"max_capacity={self.max_size}; make them agree."
+            )
+        self._empty()
+        self.alpha, self.beta = state_dict["alpha"], state_dict["beta"]
+        _compat.set_priority_eps(self, state_dict["eps"])
+        _compat.set_priority_powers(self, powers, state_dict["largest"])
+
+
+class PrioritizedNeighborPairSampler(NeighborPairSampler, CheckedPrioritizedSampler):
+    """Pairs an anchor drawn by priority with one of its k nearest neighbours.
+
+    Anchors are those of `CheckedPrioritizedSampler`, partners those of `NeighborPairSampler`. Both
+    members of a pair come with an importance weight: `"priority_weight"` is `[B, 2]`. Use it in a
+    `PairPrioritizedReplayBuffer`, which folds these weights as the pair was mixed, and gives both
+    members their share of a new error.
+
+    Args:
+        max_capacity: Number of rows that the storage can hold.
+        k: Number of neighbours to choose from.
+
+    Keyword Args:
+        alpha: Exponent of the priorities: 0 draws anchors uniformly, 1 in proportion.
+        beta: Exponent of the importance weights: 0 corrects nothing, 1 everything.
+        eps: Added to each priority, so that no row is out of reach.
+        search: The neighbour search, as in `NeighborPairSampler`.
+        keys: Entries in which distances are measured, as in `NeighborPairSampler`.
+        value_keys: Entries that must be finite in a partner, as in `NeighborPairSampler`.
+
+    Examples:
+        >>> from nmer_torchrl import PrioritizedNeighborPairSampler
+        >>> PrioritizedNeighborPairSampler(1_000, k=10)
+        PrioritizedNeighborPairSampler(k=10, alpha=0.6, beta=0.4, keys=('observation', 'action'))
+    """
+
+    def __init__(
+        self,
+        max_capacity: int,
+        k: int = 10,
+        *,
+        alpha: float = 0.6,
+        beta: float = 0.4,
+        eps: float = 1e-6,
+        search: str | NeighborSearch = "auto",
+        keys: Sequence[NestedKey] = POINT_KEYS,
+        value_keys: Sequence[NestedKey] = VALUE_KEYS,
+    ) -> None:
+        CheckedPrioritizedSampler.__init__(self, max_capacity, alpha, beta, eps)
+        NeighborPairSampler.__init__(self, k, search=search, keys=keys, value_keys=value_keys)
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+        """Positions `[B, 2]` of anchors by priority and partners, and their weights `[B, 2]`."""
+        with self._lock:
+            self._synchronize(storage)
+            anchor, info = CheckedPrioritizedSampler.sample(self, storage, batch_size)
+            anchor, weight = (x.to(self._rows.device) for x in (anchor, info["priority_weight"]))
+            index = torch.stack([anchor, self._partners(anchor)], -1)
+            powers = _compat.priority_powers(self, index)
+            # Importance weights go with `powers ** -beta`: the same norm as the anchor's.
+            other = weight * (powers[:, 0] / powers[:, 1]) ** self.beta
+        return index, {"priority_weight": torch.stack([weight, other], -1)}
+
+    def update_pairs(
+        self, index: Tensor, weight: Tensor, priority: Tensor, *, storage: Storage
+    ) -> None:
+        """Gives both members of each pair their share of the error `priority` of their mix.
+
+        With `p` the error and `old` the priority that a member has now, both as they are before
+        `alpha` comes in, the anchor gets `w * p + (1 - w) * old` and the partner
+        `(1 - w) * p + w * old`. Where nothing was mixed (`w` is 1, or the partner is the anchor
+        itself) the anchor gets `p` and the partner is left as it is. A position that occurs several
+        times gets the mean of what it would get each time, from the same `old`. With `alpha = 0` no
+        `old` is kept, and `p` stands in for it. Positions whose row is gone are passed over.
+
+        Args:
+            index: Positions of anchors and partners, `[B, 2]`.
+            weight: The weights `w` of the anchors, `[B]`.
+            priority: Errors of the mixed rows, `[B]`.
+
+        Keyword Args:
+            storage: Where the rows are.
+        """
+        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.max_size:
+            raise IndexError(
+                f"Positions {int(index.min())} to {int(index.max())} were given priorities, "
+                f"but the sampler knows positions 0 to {self.max_size - 1}."
+            )
+        new = self._as_priority(priority).double()
+        with self._lock:
+            self._rank(storage)
+            alone = (weight == 1) | (index[:, 0] == index[:, 1])
+            weight = torch.where(alone, 1.0, weight.double())
+            old = self.priorities(index)
+            old = torch.where(old.isnan(), new.unsqueeze(-1), old)
+            proposed = pair_priorities(new, old, weight)
+            there = index < len(storage)
+            there[:, 1] &= ~alone
+            position, mean = mean_by_position(index[there], proposed[there])
+            if len(position):
+                self.update_priority(position, mean, storage=storage)
+
+    def update_priority(
+        self, index: int | Tensor, priority: float | Tensor, *, storage: Storage | None = None
+    ) -> None:
+        """Sets the priorities of single positions; `update_pairs` is for pairs."""
+        index = torch.as_tensor(index)
+        if index.ndim > 1:
+            raise ValueError(
+                f"Priorities are set by position, but `index` has shape {tuple(index.shape)}; "
+                "give it one dimension, or a batch of pairs to `update_tensordict_priority` of a "
+                "PairPrioritizedReplayBuffer."
+            )
+        with self._lock:
+            CheckedPrioritizedSampler.update_priority(self, index, priority, storage=storage)
+
+    def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
+        """The buffer has written these positions: they are new, with the largest priority."""
+        with self._lock:
+            NeighborPairSampler.mark_update(self, index, storage=storage)
+            CheckedPrioritizedSampler.mark_update(self, index, storage=storage)
+
+    def _empty(self) -> None:
+        with self._lock:
+            NeighborPairSampler._empty(self)
+            CheckedPrioritizedSampler._empty(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The priorities, and what the neighbour search keeps."""
+        with self._lock:
+            state = NeighborPairSampler.state_dict(self)
+            return {**state, "priorities": CheckedPrioritizedSampler.state_dict(self)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up the priorities and what the search kept; the rest is read from the storage."""
+        with self._lock:
+            CheckedPrioritizedSampler.load_state_dict(self, state_dict["priorities"])
+            NeighborPairSampler.load_state_dict(self, state_dict)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(k={self.k}, alpha={self.alpha}, beta={self.beta}, "
+            f"keys={self._rows.keys})"
+        )
