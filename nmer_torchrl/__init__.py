@@ -1,7 +1,7 @@
 """Neighborhood Mixup Experience Replay (NMER) for TorchRL: a pair sampler and a transform."""
 
 from nmer_torchrl.buffers import make_replay_buffer
-from nmer_torchrl.samplers import NeighborPairSampler, RandomPairSampler
+from nmer_torchrl.samplers import NeighborPairSampler, RandomPairSampler, TemporalPairSampler
 from nmer_torchrl.standardize import RunningStandardizer
 from nmer_torchrl.storages import PairStorage
 from nmer_torchrl.transforms import PairMixup
@@ -12,5 +12,6 @@ __all__ = [
     "PairStorage",
     "RandomPairSampler",
     "RunningStandardizer",
+    "TemporalPairSampler",
     "make_replay_buffer",
 ]

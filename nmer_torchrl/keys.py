@@ -14,6 +14,8 @@ from nmer_torchrl.functional import all_finite
 POINT_KEYS: tuple[NestedKey, ...] = ("observation", "action")
 VALUE_KEYS: tuple[NestedKey, ...] = (("next", "observation"), ("next", "reward"))
 TERMINATED_KEY: NestedKey = ("next", "terminated")
+END_KEYS: tuple[NestedKey, ...] = (("next", "done"), TERMINATED_KEY, ("next", "truncated"))
+TRAJECTORY_KEY: NestedKey = ("collector", "traj_ids")
 
 
 def as_keys(keys: Sequence[NestedKey] | str, name: str) -> tuple[NestedKey, ...]:

@@ -8,5 +8,6 @@ partner is paired with itself.
 from nmer_torchrl.samplers.base import PairSampler
 from nmer_torchrl.samplers.neighbor import NeighborPairSampler
 from nmer_torchrl.samplers.random import RandomPairSampler
+from nmer_torchrl.samplers.temporal import TemporalPairSampler
 
-__all__ = ["NeighborPairSampler", "PairSampler", "RandomPairSampler"]
+__all__ = ["NeighborPairSampler", "PairSampler", "RandomPairSampler", "TemporalPairSampler"]
