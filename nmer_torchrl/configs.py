@@ -1,7 +1,8 @@
 """Hydra configurations in TorchRL's manner, registered when this module is imported.
 
 After `import nmer_torchrl.configs`, a TorchRL config may say `sampler: neighbor_pair` and
-`transform: pair_mixup` in its defaults, next to TorchRL's own entries of those groups.
+`transform: pair_mixup` in its defaults, next to TorchRL's own entries of those groups. Noise is
+left to `make_replay_buffer`, since its sampler and its transform share an object.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from tensordict import NestedKey
 from torchrl.trainers.algorithms.configs.data import SamplerConfig
 from torchrl.trainers.algorithms.configs.transforms import TransformConfig
 
-from nmer_torchrl.samplers import NeighborPairSampler, RandomPairSampler
-from nmer_torchrl.transforms import PairMixup
+from nmer_torchrl.samplers import NeighborPairSampler, RandomPairSampler, TemporalPairSampler
+from nmer_torchrl.transforms import AmplitudeScaling, MixReg, PairMixup, RewardMean, StateMixup
 
 
 @dataclass
@@ -51,6 +52,23 @@ class RandomPairSamplerConfig(SamplerConfig):
 
 
 @dataclass
+class TemporalPairSamplerConfig(SamplerConfig):
+    """Configuration of `TemporalPairSampler`.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> instantiate(TemporalPairSamplerConfig())
+        TemporalPairSampler(observations=('observation',))
+    """
+
+    keys: Any = None
+    value_keys: Any = None
+    end_keys: Any = None
+    trajectory_key: Any = None
+    _target_: str = "nmer_torchrl.configs._make_temporal_pair_sampler"
+
+
+@dataclass
 class PairMixupConfig(TransformConfig):
     """Configuration of `PairMixup`.
 
@@ -64,6 +82,67 @@ class PairMixupConfig(TransformConfig):
     mix_keys: Any = None
     terminated_key: Any = None
     _target_: str = "nmer_torchrl.configs._make_pair_mixup"
+
+
+@dataclass
+class StateMixupConfig(TransformConfig):
+    """Configuration of `StateMixup`.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> instantiate(StateMixupConfig(alpha=1.0))
+        StateMixup(alpha=1.0)
+    """
+
+    alpha: float = 0.75
+    observation_keys: Any = None
+    _target_: str = "nmer_torchrl.configs._make_state_mixup"
+
+
+@dataclass
+class AmplitudeScalingConfig(TransformConfig):
+    """Configuration of `AmplitudeScaling`.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> instantiate(AmplitudeScalingConfig(low=0.8))
+        AmplitudeScaling(low=0.8, high=1.2)
+    """
+
+    low: float = 0.6
+    high: float = 1.2
+    observation_keys: Any = None
+    _target_: str = "nmer_torchrl.configs._make_amplitude_scaling"
+
+
+@dataclass
+class MixRegConfig(TransformConfig):
+    """Configuration of `MixReg`.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> instantiate(MixRegConfig())
+        MixReg(alpha=0.2)
+    """
+
+    alpha: float = 0.2
+    mix_keys: Any = None
+    _target_: str = "nmer_torchrl.configs._make_mixreg"
+
+
+@dataclass
+class RewardMeanConfig(TransformConfig):
+    """Configuration of `RewardMean`.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> instantiate(RewardMeanConfig())
+        RewardMean()
+    """
+
+    reward_keys: Any = None
+    terminated_key: Any = None
+    _target_: str = "nmer_torchrl.configs._make_reward_mean"
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -87,11 +166,35 @@ def _make_random_pair_sampler(**keys: Any) -> RandomPairSampler:
     return RandomPairSampler(**_given(**keys))
 
 
+def _given_key(**options: Any) -> dict[str, Any]:
+    """The single keys that were given."""
+    return {name: _key(value) for name, value in options.items() if value is not None}
+
+
+def _make_temporal_pair_sampler(trajectory_key: Any, **keys: Any) -> TemporalPairSampler:
+    return TemporalPairSampler(**_given(**keys), **_given_key(trajectory_key=trajectory_key))
+
+
 def _make_pair_mixup(alpha: float, mix_keys: Any, terminated_key: Any) -> PairMixup:
-    options = _given(mix_keys=mix_keys)
-    if terminated_key is not None:
-        options["terminated_key"] = _key(terminated_key)
-    return PairMixup(alpha, **options)
+    keys = _given(mix_keys=mix_keys) | _given_key(terminated_key=terminated_key)
+    return PairMixup(alpha, **keys)
+
+
+def _make_state_mixup(alpha: float, **keys: Any) -> StateMixup:
+    return StateMixup(alpha, **_given(**keys))
+
+
+def _make_amplitude_scaling(low: float, high: float, **keys: Any) -> AmplitudeScaling:
+    return AmplitudeScaling(low, high, **_given(**keys))
+
+
+def _make_mixreg(alpha: float, **keys: Any) -> MixReg:
+    return MixReg(alpha, **_given(**keys))
+
+
+def _make_reward_mean(reward_keys: Any, terminated_key: Any) -> RewardMean:
+    keys = _given(reward_keys=reward_keys) | _given_key(terminated_key=terminated_key)
+    return RewardMean(**keys)
 
 
 def register() -> None:
@@ -99,7 +202,12 @@ def register() -> None:
     store = ConfigStore.instance().store
     store(group="sampler", name="neighbor_pair", node=NeighborPairSamplerConfig)
     store(group="sampler", name="random_pair", node=RandomPairSamplerConfig)
+    store(group="sampler", name="temporal_pair", node=TemporalPairSamplerConfig)
     store(group="transform", name="pair_mixup", node=PairMixupConfig)
+    store(group="transform", name="state_mixup", node=StateMixupConfig)
+    store(group="transform", name="amplitude_scaling", node=AmplitudeScalingConfig)
+    store(group="transform", name="mixreg", node=MixRegConfig)
+    store(group="transform", name="reward_mean", node=RewardMeanConfig)
 
 
 register()

@@ -1,4 +1,4 @@
-"""Pair samplers: who is mixed with whom.
+"""Samplers: who is mixed with whom.
 
 A pair sampler returns an index `[B, 2]` of storage positions, anchor and partner. The storage then
 yields a `[B, 2]` batch, which a fold such as `PairMixup` turns into `[B]`. An anchor without a
@@ -8,6 +8,13 @@ partner is paired with itself.
 from nmer_torchrl.samplers.base import PairSampler
 from nmer_torchrl.samplers.neighbor import NeighborPairSampler
 from nmer_torchrl.samplers.random import RandomPairSampler
+from nmer_torchrl.samplers.spread import SpreadSampler
 from nmer_torchrl.samplers.temporal import TemporalPairSampler
 
-__all__ = ["NeighborPairSampler", "PairSampler", "RandomPairSampler", "TemporalPairSampler"]
+__all__ = [
+    "NeighborPairSampler",
+    "PairSampler",
+    "RandomPairSampler",
+    "SpreadSampler",
+    "TemporalPairSampler",
+]

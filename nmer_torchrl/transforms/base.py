@@ -123,8 +123,8 @@ def check_alpha(alpha: float) -> float:
     """Raises if this is no parameter of a symmetric Beta distribution."""
     if not (math.isfinite(alpha) and alpha > 0):
         raise ValueError(
-            f"alpha={alpha!r} is no parameter of a Beta distribution; it must be finite and above 0 "
-            "(the default is 0.75)."
+            f"alpha={alpha!r} is no parameter of a Beta distribution; it must be finite and above "
+            "0 (the default is 0.75)."
         )
     return float(alpha)
 
@@ -146,16 +146,16 @@ def holds_pairs(batch: TensorDictBase) -> bool:
 def is_terminal(batch: TensorDictBase, terminated_key: NestedKey, dims: int) -> Tensor:
     """Boolean `[*B]` of that many dimensions: whether any beyond them is a terminal transition."""
     ended = any_feature(get_entry(batch, terminated_key).bool(), dims)
-    if _NONTERMINAL_KEY in batch.keys():
-        ended = ended | any_feature(~batch.get(_NONTERMINAL_KEY).bool(), dims)
-    return ended
+    nonterminal = batch.get(_NONTERMINAL_KEY, None)
+    return ended if nonterminal is None else ended | any_feature(~nonterminal.bool(), dims)
 
 
 def _kept(pairs: TensorDictBase, terminated_key: NestedKey, dims: int) -> Tensor:
     """`[*B, 2]` pairs to boolean `[*B]`: whether the anchor is kept as it is."""
     kept = is_terminal(pairs, terminated_key, dims)
-    if _STEPS_KEY in pairs.keys():
-        first, second = pairs.get(_STEPS_KEY).unbind(dims)
+    steps = pairs.get(_STEPS_KEY, None)
+    if steps is not None:
+        first, second = steps.unbind(dims)
         kept = kept | any_feature(first != second, dims)
     return kept
 
