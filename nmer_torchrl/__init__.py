@@ -7,13 +7,26 @@ from nmer_torchrl.samplers import (
     PrioritizedNeighborPairSampler,
     RandomPairSampler,
     ReplayOptimizationSampler,
+    SpreadSampler,
+    TemporalPairSampler,
 )
 from nmer_torchrl.standardize import RunningStandardizer
 from nmer_torchrl.storages import PairStorage
-from nmer_torchrl.transforms import PairMixup, TunedMixup
+from nmer_torchrl.transforms import (
+    AmplitudeScaling,
+    GaussianNoise,
+    MixReg,
+    PairMixup,
+    RewardMean,
+    StateMixup,
+    TunedMixup,
+)
 
 __all__ = [
+    "AmplitudeScaling",
     "CheckedPrioritizedSampler",
+    "GaussianNoise",
+    "MixReg",
     "NeighborPairSampler",
     "PairMixup",
     "PairPrioritizedReplayBuffer",
@@ -21,7 +34,11 @@ __all__ = [
     "PrioritizedNeighborPairSampler",
     "RandomPairSampler",
     "ReplayOptimizationSampler",
+    "RewardMean",
     "RunningStandardizer",
+    "SpreadSampler",
+    "StateMixup",
+    "TemporalPairSampler",
     "TunedMixup",
     "make_replay_buffer",
 ]

@@ -2,7 +2,8 @@
 
 After `import nmer_torchrl.configs`, a TorchRL config may say `sampler: neighbor_pair` and
 `transform: pair_mixup` in its defaults, next to TorchRL's own entries of those groups. For
-priorities it says `replay_buffer: pair_prioritized` and `sampler: prioritized_neighbor_pair`.
+priorities it says `replay_buffer: pair_prioritized` and `sampler: prioritized_neighbor_pair`. Noise
+is left to `make_replay_buffer`, since its sampler and its transform share an object.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from nmer_torchrl.samplers import (
     NeighborPairSampler,
     PrioritizedNeighborPairSampler,
     RandomPairSampler,
+    TemporalPairSampler,
 )
-from nmer_torchrl.transforms import PairMixup
+from nmer_torchrl.transforms import AmplitudeScaling, MixReg, PairMixup, RewardMean, StateMixup
 
 
 @dataclass
@@ -85,6 +87,23 @@ class PairPrioritizedReplayBufferConfig(TensorDictReplayBufferConfig):
 
 
 @dataclass
+class TemporalPairSamplerConfig(SamplerConfig):
+    """Configuration of `TemporalPairSampler`.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> instantiate(TemporalPairSamplerConfig())
+        TemporalPairSampler(observations=('observation',))
+    """
+
+    keys: Any = None
+    value_keys: Any = None
+    end_keys: Any = None
+    trajectory_key: Any = None
+    _target_: str = "nmer_torchrl.configs._make_temporal_pair_sampler"
+
+
+@dataclass
 class PairMixupConfig(TransformConfig):
     """Configuration of `PairMixup`.
 
@@ -98,6 +117,67 @@ class PairMixupConfig(TransformConfig):
     mix_keys: Any = None
     terminated_key: Any = None
     _target_: str = "nmer_torchrl.configs._make_pair_mixup"
+
+
+@dataclass
+class StateMixupConfig(TransformConfig):
+    """Configuration of `StateMixup`.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> instantiate(StateMixupConfig(alpha=1.0))
+        StateMixup(alpha=1.0)
+    """
+
+    alpha: float = 0.75
+    observation_keys: Any = None
+    _target_: str = "nmer_torchrl.configs._make_state_mixup"
+
+
+@dataclass
+class AmplitudeScalingConfig(TransformConfig):
+    """Configuration of `AmplitudeScaling`.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> instantiate(AmplitudeScalingConfig(low=0.8))
+        AmplitudeScaling(low=0.8, high=1.2)
+    """
+
+    low: float = 0.6
+    high: float = 1.2
+    observation_keys: Any = None
+    _target_: str = "nmer_torchrl.configs._make_amplitude_scaling"
+
+
+@dataclass
+class MixRegConfig(TransformConfig):
+    """Configuration of `MixReg`.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> instantiate(MixRegConfig())
+        MixReg(alpha=0.2)
+    """
+
+    alpha: float = 0.2
+    mix_keys: Any = None
+    _target_: str = "nmer_torchrl.configs._make_mixreg"
+
+
+@dataclass
+class RewardMeanConfig(TransformConfig):
+    """Configuration of `RewardMean`.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> instantiate(RewardMeanConfig())
+        RewardMean()
+    """
+
+    reward_keys: Any = None
+    terminated_key: Any = None
+    _target_: str = "nmer_torchrl.configs._make_reward_mean"
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -129,11 +209,35 @@ def _make_prioritized_neighbor_pair_sampler(
     )
 
 
+def _given_key(**options: Any) -> dict[str, Any]:
+    """The single keys that were given."""
+    return {name: _key(value) for name, value in options.items() if value is not None}
+
+
+def _make_temporal_pair_sampler(trajectory_key: Any, **keys: Any) -> TemporalPairSampler:
+    return TemporalPairSampler(**_given(**keys), **_given_key(trajectory_key=trajectory_key))
+
+
 def _make_pair_mixup(alpha: float, mix_keys: Any, terminated_key: Any) -> PairMixup:
-    options = _given(mix_keys=mix_keys)
-    if terminated_key is not None:
-        options["terminated_key"] = _key(terminated_key)
-    return PairMixup(alpha, **options)
+    keys = _given(mix_keys=mix_keys) | _given_key(terminated_key=terminated_key)
+    return PairMixup(alpha, **keys)
+
+
+def _make_state_mixup(alpha: float, **keys: Any) -> StateMixup:
+    return StateMixup(alpha, **_given(**keys))
+
+
+def _make_amplitude_scaling(low: float, high: float, **keys: Any) -> AmplitudeScaling:
+    return AmplitudeScaling(low, high, **_given(**keys))
+
+
+def _make_mixreg(alpha: float, **keys: Any) -> MixReg:
+    return MixReg(alpha, **_given(**keys))
+
+
+def _make_reward_mean(reward_keys: Any, terminated_key: Any) -> RewardMean:
+    keys = _given(reward_keys=reward_keys) | _given_key(terminated_key=terminated_key)
+    return RewardMean(**keys)
 
 
 def register() -> None:
@@ -147,7 +251,12 @@ def register() -> None:
         node=PrioritizedNeighborPairSamplerConfig,
     )
     store(group="replay_buffer", name="pair_prioritized", node=PairPrioritizedReplayBufferConfig)
+    store(group="sampler", name="temporal_pair", node=TemporalPairSamplerConfig)
     store(group="transform", name="pair_mixup", node=PairMixupConfig)
+    store(group="transform", name="state_mixup", node=StateMixupConfig)
+    store(group="transform", name="amplitude_scaling", node=AmplitudeScalingConfig)
+    store(group="transform", name="mixreg", node=MixRegConfig)
+    store(group="transform", name="reward_mean", node=RewardMeanConfig)
 
 
 register()

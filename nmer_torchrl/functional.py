@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
+
+_CHUNK = 4_096
+_ODD = -7046029254386353131  # 2**64 divided by the golden ratio: spreads neighbours far apart
 
 
 def sample_beta(
@@ -110,3 +115,29 @@ def mean_by_position(index: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     position, inverse, count = index.unique(return_inverse=True, return_counts=True)
     total = value.new_zeros(len(position)).index_add_(0, inverse, value)
     return position, total / count
+
+
+def fingerprint(numbers: Tensor) -> Tensor:
+    """`[n, d]` numbers to `[n]` int64: equal rows of one dtype give equal ones.
+
+    Zero and minus zero are equal. Different rows differ, but for a chance of about 1 in 2**64.
+    """
+    return torch.cat([_fingerprint(part) for part in numbers.split(_CHUNK)])
+
+
+def _fingerprint(numbers: Tensor) -> Tensor:
+    if numbers.is_floating_point():
+        numbers = numbers + 0.0  # minus zero becomes zero
+    words = numbers.contiguous().view(torch.int32).long()
+    offsets, factors = _random_factors(words.shape[-1])
+    # A sum of products alone would map round numbers, whose low bits are zero, too close.
+    mixed = (words + offsets.to(words.device)) * _ODD
+    mixed ^= mixed >> 32
+    return (mixed * factors.to(words.device)).sum(-1)
+
+
+@functools.cache
+def _random_factors(d: int) -> Tensor:
+    """`[2, d]` odd numbers, the same in every process."""
+    generator = torch.Generator().manual_seed(d)
+    return torch.randint(-(2**63), 2**63 - 1, (2, d), generator=generator) | 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -13,6 +14,8 @@ from nmer_torchrl.functional import all_finite
 POINT_KEYS: tuple[NestedKey, ...] = ("observation", "action")
 VALUE_KEYS: tuple[NestedKey, ...] = (("next", "observation"), ("next", "reward"))
 TERMINATED_KEY: NestedKey = ("next", "terminated")
+END_KEYS: tuple[NestedKey, ...] = (("next", "done"), TERMINATED_KEY, ("next", "truncated"))
+TRAJECTORY_KEY: NestedKey = ("collector", "traj_ids")
 
 
 def as_keys(keys: Sequence[NestedKey] | str, name: str) -> tuple[NestedKey, ...]:
@@ -26,6 +29,46 @@ def as_keys(keys: Sequence[NestedKey] | str, name: str) -> tuple[NestedKey, ...]
                 'keys are strings or tuples of strings such as ("next", "reward").'
             )
     return tuple(unravel_key(key) for key in keys)
+
+
+class Roles(NamedTuple):
+    """What each entry of a transition is; see `as_roles`."""
+
+    observations: tuple[NestedKey, ...]
+    next_observations: tuple[NestedKey, ...]  # in the order of the observations
+    actions: tuple[NestedKey, ...]
+    rewards: tuple[NestedKey, ...]
+
+
+def as_roles(keys: Sequence[NestedKey], value_keys: Sequence[NestedKey]) -> Roles:
+    """Tells observations, actions and rewards apart by TorchRL's naming.
+
+    An observation is an entry of `keys` whose `("next", key)` is among `value_keys`; the other
+    `keys` are actions, and the other `value_keys` rewards.
+
+    Examples:
+        >>> as_roles(POINT_KEYS, VALUE_KEYS).observations
+        ('observation',)
+    """
+    keys, value_keys = as_keys(keys, "keys"), as_keys(value_keys, "value_keys")
+    observations = tuple(key for key in keys if next_key(key) in value_keys)
+    if not observations:
+        raise ValueError(
+            f"No entry of `keys`, {keys}, is an observation, that is, has its ('next', ...) among "
+            f"`value_keys`, {value_keys}; name both the observation and the next observation."
+        )
+    following = tuple(next_key(key) for key in observations)
+    return Roles(
+        observations,
+        following,
+        actions=tuple(key for key in keys if key not in observations),
+        rewards=tuple(key for key in value_keys if key not in following),
+    )
+
+
+def next_key(key: NestedKey) -> NestedKey:
+    """Where TorchRL keeps the same entry one step later."""
+    return unravel_key(("next", key))
 
 
 def get_entry(data: TensorDictBase, key: NestedKey) -> Tensor:

@@ -111,21 +111,21 @@ class StoredRows:
 
 
 def check_layout(storage: Storage) -> None:
-    """Raises if the storage is of a kind from which pairs cannot be drawn."""
+    """Raises if the storage is of a kind that cannot be followed row by row."""
     name = type(storage).__name__
     if not isinstance(storage, TensorStorage):
         raise TypeError(
-            f"Pair samplers read rows of tensors, but the storage is a {name}; "
+            f"The sampler reads rows of tensors, but the storage is a {name}; "
             "use LazyTensorStorage or LazyMemmapStorage."
         )
     if storage.ndim != 1:
         raise ValueError(
-            f"Pair samplers need a storage of one dimension, but this {name} has "
+            f"The sampler needs a storage of one dimension, but this {name} has "
             f"ndim={storage.ndim}; leave `ndim` out and extend the buffer with `data.reshape(-1)`."
         )
     if _compat.relabels_goals(storage):
         raise TypeError(
-            "Pair samplers do not work in a HERReplayBuffer, which relabels rows by a flat index; "
+            "The sampler does not work in a HERReplayBuffer, which relabels rows by a flat index; "
             "use a TensorDictReplayBuffer."
         )
 
@@ -138,7 +138,7 @@ def stored_entries(storage: Storage) -> TensorDictBase:
     data = _compat.entries(storage)
     if data is None:
         raise TypeError(
-            "Pair samplers read named entries, but the storage holds bare tensors; "
+            "The sampler reads named entries, but the storage holds bare tensors; "
             "extend the buffer with a TensorDict."
         )
     return data

@@ -15,9 +15,23 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 
-from nmer_torchrl import NeighborPairSampler, PairMixup, RandomPairSampler, make_replay_buffer
+from nmer_torchrl import (
+    AmplitudeScaling,
+    GaussianNoise,
+    MixReg,
+    NeighborPairSampler,
+    PairMixup,
+    RandomPairSampler,
+    RewardMean,
+    SpreadSampler,
+    StateMixup,
+    TemporalPairSampler,
+    make_replay_buffer,
+)
 
-PAIR_KINDS = ["mixup", "1nn", "nmer", "per_nmer"]
+MIXED_KINDS = ["mixup", "1nn", "nmer", "ct", "per_nmer"]
+PAIR_KINDS = [*MIXED_KINDS, "mixreg", "interpolated_rewards"]
+ROW_KINDS = ["s4rl", "noisy", "ras"]
 
 
 def make(kind="nmer", *, capacity=100, batch_size=16, seed=0, **options):
@@ -39,21 +53,46 @@ def test_each_kind_is_its_sampler_and_transform():
     assert make("1nn").sampler.k == 1
     assert make("nmer").sampler.k == 10
     assert make("nmer", k=25).sampler.k == 25
-    for kind in PAIR_KINDS:
+    assert isinstance(make("ct").sampler, TemporalPairSampler)
+    for kind in MIXED_KINDS:
         (fold,) = make(kind, alpha=0.3).transform
         assert isinstance(fold, PairMixup)
         assert fold.alpha == 0.3
         assert make(kind).transform[0].alpha == 0.75
 
 
-@pytest.mark.parametrize("kind", ["uniform", *PAIR_KINDS])
+def test_each_kind_beyond_is_its_sampler_and_transform():
+    s4rl, mixreg = make("s4rl"), make("mixreg")
+    assert isinstance(s4rl.sampler, RandomSampler)
+    assert isinstance(s4rl.transform[0], StateMixup)
+    assert isinstance(mixreg.sampler, RandomPairSampler)
+    assert isinstance(mixreg.transform[0], MixReg)
+    assert (s4rl.transform[0].alpha, mixreg.transform[0].alpha) == (0.75, 0.2)
+    assert make("mixreg", alpha=0.3).transform[0].alpha == 0.3
+    scaling = make("ras", low=0.5).transform[0]
+    assert isinstance(scaling, AmplitudeScaling)
+    assert (scaling.low, scaling.high) == (0.5, 1.2)
+    rewards = make("interpolated_rewards", k=3)
+    assert rewards.sampler.k == 3
+    assert isinstance(rewards.transform[0], RewardMean)
+    noisy = make("noisy", sigma=0.2, action_bounds=(-2.0, 2.0))
+    noise = noisy.transform[0]
+    assert isinstance(noisy.sampler, SpreadSampler)
+    assert isinstance(noise, GaussianNoise)
+    assert noise.spread is noisy.sampler.spread
+    assert (noise.sigma, noise.action_bounds) == (0.2, (-2.0, 2.0))
+    assert make("noisy").transform[0].sigma == 0.1
+
+
+@pytest.mark.parametrize("kind", ["uniform", *PAIR_KINDS, *ROW_KINDS])
 def test_each_kind_samples_rows(kind):
     buffer = make(kind)
     buffer.extend(make_transitions(50))
     batch = buffer.sample()
     assert batch.batch_size == (16,)
     assert batch["observation"].shape == (16, 3)
-    assert ("mixup_weight" in set(batch.keys())) == (kind != "uniform")
+    assert ("mixup_weight" in set(batch.keys())) == (kind not in ("uniform", "noisy", "ras"))
+    assert batch["index"].shape == ((16, 2) if kind in PAIR_KINDS else (16,))
 
 
 @pytest.mark.parametrize(
@@ -65,6 +104,13 @@ def test_each_kind_samples_rows(kind):
         ("mixup", {"k": 10}),
         ("mixup", {"search": "auto"}),
         ("1nn", {"k": 1}),
+        ("nmer", {"sigma": 0.1}),
+        ("ct", {"k": 1}),
+        ("s4rl", {"terminated_key": "end"}),
+        ("noisy", {"alpha": 0.75}),
+        ("ras", {"action_bounds": (-1, 1)}),
+        ("mixreg", {"low": 0.6}),
+        ("interpolated_rewards", {"alpha": 0.75}),
     ],
 )
 def test_an_argument_without_use_is_refused(kind, option):
@@ -74,7 +120,9 @@ def test_an_argument_without_use_is_refused(kind, option):
 
 
 def test_unknown_kinds_and_searches_list_the_known():
-    with pytest.raises(ValueError, match=r"'nmr'; the known ones are uniform, mixup, 1nn, nmer"):
+    with pytest.raises(
+        ValueError, match=r"'nmr'; the known ones are uniform, per, mixup, 1nn, nmer"
+    ):
         make("nmr")
     with pytest.raises(ValueError, match=r"'kdtree'; the known ones are auto"):
         make("nmer", search="kdtree")
@@ -118,7 +166,27 @@ def test_keys_reach_sampler_and_fold():
     assert_neighbors(points, index, buffer.sampler.neighbors(buffer.storage, index))
 
 
-@pytest.mark.parametrize("kind", PAIR_KINDS)
+def test_roles_of_keys_reach_the_kinds_that_need_them():
+    rows = make_transitions(40).rename_key_("observation", "state")
+    rows.rename_key_(("next", "observation"), ("next", "state"))
+    names = {"keys": ["state", "action"], "value_keys": [("next", "state"), ("next", "reward")]}
+    for kind in (*PAIR_KINDS, *ROW_KINDS):
+        buffer = make(kind, **names)
+        buffer.extend(rows)
+        batch = buffer.sample()
+        assert batch["state"].shape == (16, 3)
+        anchor = batch["index"].reshape(16, -1)[:, 0]
+        same = torch.equal(batch["state"], rows["state"][anchor])
+        assert same == (kind in ("interpolated_rewards", "ct"))  # no row here follows another
+    assert make("noisy", **names).transform[0].action_keys == ("action",)
+    for kind in ("ct", "s4rl", "ras", "noisy"):
+        with pytest.raises(
+            ValueError, match=r"No entry of `keys`, \('state',\), is an observation"
+        ):
+            make(kind, keys=["state"])
+
+
+@pytest.mark.parametrize("kind", [*PAIR_KINDS, *ROW_KINDS])
 def test_the_same_seed_gives_the_same_batches(kind):
     batches = []
     for _ in range(2):
@@ -154,8 +222,9 @@ def test_prefetch_serves_right_batches(prefetch):
         )
 
 
-def test_prefetching_one_batch_changes_no_batch():
-    plain, ahead = make(seed=5), make(seed=5, prefetch=1)
+@pytest.mark.parametrize("kind", ["nmer", "ct", "noisy", "s4rl"])
+def test_prefetching_one_batch_changes_no_batch(kind):
+    plain, ahead = make(kind, seed=5), make(kind, seed=5, prefetch=1)
     for buffer in (plain, ahead):
         buffer.extend(make_transitions(60))
     for _ in range(5):
@@ -186,7 +255,7 @@ def test_writing_and_emptying_while_a_thread_prefetches():
     assert_neighbors(stored_points(buffer.storage), index, neighbors)
 
 
-@pytest.mark.parametrize("kind", PAIR_KINDS)
+@pytest.mark.parametrize("kind", [*PAIR_KINDS, *ROW_KINDS])
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
 def test_state_dict_goes_on_with_the_same_batches(kind, storage):
     def new(seed):
@@ -206,7 +275,7 @@ def test_state_dict_goes_on_with_the_same_batches(kind, storage):
         other.extend(make_transitions(4, seed=seed))
 
 
-@pytest.mark.parametrize("kind", PAIR_KINDS)
+@pytest.mark.parametrize("kind", [*PAIR_KINDS, *ROW_KINDS])
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
 def test_dumps_and_loads_go_on_with_the_same_batches(kind, storage, tmp_path):
     buffer = make(kind, storage=storage(40), capacity=40)

@@ -1,3 +1,4 @@
+import pytest
 from helpers import make_transitions
 from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
@@ -9,18 +10,28 @@ from torchrl.trainers.algorithms.configs.data import (
 from torchrl.trainers.algorithms.configs.transforms import TransformConfig
 
 from nmer_torchrl import (
+    AmplitudeScaling,
+    MixReg,
     NeighborPairSampler,
     PairMixup,
     PairPrioritizedReplayBuffer,
     PrioritizedNeighborPairSampler,
     RandomPairSampler,
+    RewardMean,
+    StateMixup,
+    TemporalPairSampler,
 )
 from nmer_torchrl.configs import (
+    AmplitudeScalingConfig,
+    MixRegConfig,
     NeighborPairSamplerConfig,
     PairMixupConfig,
     PairPrioritizedReplayBufferConfig,
     PrioritizedNeighborPairSamplerConfig,
     RandomPairSamplerConfig,
+    RewardMeanConfig,
+    StateMixupConfig,
+    TemporalPairSamplerConfig,
 )
 
 
@@ -47,6 +58,49 @@ def test_configs_make_their_objects():
     fold = instantiate(PairMixupConfig(alpha=0.2, mix_keys=["x"], terminated_key=["next", "end"]))
     assert isinstance(fold, PairMixup)
     assert (fold.alpha, fold.mix_keys, fold.terminated_key) == (0.2, ("x",), ("next", "end"))
+
+
+def test_configs_of_other_folds_make_their_objects():
+    sampler = instantiate(
+        TemporalPairSamplerConfig(
+            keys=["state"],
+            value_keys=[["next", "state"]],
+            end_keys=[["next", "end"]],
+            trajectory_key=["ids", "episode"],
+        )
+    )
+    assert isinstance(sampler, TemporalPairSampler)
+    succession = sampler._succession
+    assert (succession.observations, succession.end_keys) == (("state",), (("next", "end"),))
+    assert succession.trajectory_key == ("ids", "episode")
+    state = instantiate(StateMixupConfig(alpha=0.4, observation_keys=[["robot", "q"]]))
+    assert isinstance(state, StateMixup)
+    assert (state.alpha, state.observation_keys) == (0.4, (("robot", "q"),))
+    scaling = instantiate(AmplitudeScalingConfig(high=1.5))
+    assert isinstance(scaling, AmplitudeScaling)
+    assert (scaling.low, scaling.high) == (0.6, 1.5)
+    mixreg = instantiate(MixRegConfig(alpha=0.4))
+    assert isinstance(mixreg, MixReg)
+    assert mixreg.alpha == 0.4
+    rewards = instantiate(RewardMeanConfig(terminated_key=["next", "end"]))
+    assert isinstance(rewards, RewardMean)
+    assert rewards.terminated_key == ("next", "end")
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        ("sampler", "temporal_pair"),
+        ("transform", "state_mixup"),
+        ("transform", "amplitude_scaling"),
+        ("transform", "mixreg"),
+        ("transform", "reward_mean"),
+    ],
+)
+def test_each_is_found_by_its_name(group, name):
+    with initialize(version_base=None):
+        config = compose(overrides=[f"+{group}={name}"])
+    assert type(instantiate(config[group])).__module__.startswith("nmer_torchrl")
 
 
 def test_a_hydra_config_picks_them_by_name():

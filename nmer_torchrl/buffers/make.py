@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import NestedKey
@@ -11,28 +12,74 @@ from torchrl.data.replay_buffers import RandomSampler, Sampler, Storage
 from torchrl.envs.transforms import Transform
 
 from nmer_torchrl.buffers.prioritized import PairPrioritizedReplayBuffer
-from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS, as_keys
+from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS, Roles, as_keys, as_roles
 from nmer_torchrl.neighbors import NeighborSearch
 from nmer_torchrl.rows import check_layout
 from nmer_torchrl.samplers import (
     CheckedPrioritizedSampler,
     NeighborPairSampler,
+    PairSampler,
     PrioritizedNeighborPairSampler,
     RandomPairSampler,
+    ReplayOptimizationSampler,
+    SpreadSampler,
+    TemporalPairSampler,
 )
 from nmer_torchrl.storages import PairStorage
-from nmer_torchrl.transforms import PairMixup
+from nmer_torchrl.transforms import (
+    AmplitudeScaling,
+    GaussianNoise,
+    MixReg,
+    PairMixup,
+    RewardMean,
+    StateMixup,
+    TunedMixup,
+)
 
+_KEYS = frozenset({"keys", "value_keys"})
+_FOLD = _KEYS | {"alpha", "terminated_key"}
 _PRIORITY = frozenset({"priority_alpha", "priority_beta", "priority_eps"})
 # What each kind of buffer has a use for, beyond what every buffer has.
 KINDS: dict[str, frozenset[str]] = {
     "uniform": frozenset(),
-    "mixup": frozenset({"alpha", "keys", "value_keys", "terminated_key"}),
-    "1nn": frozenset({"alpha", "search", "keys", "value_keys", "terminated_key"}),
-    "nmer": frozenset({"k", "alpha", "search", "keys", "value_keys", "terminated_key"}),
     "per": _PRIORITY,
-    "per_nmer": _PRIORITY | {"k", "alpha", "search", "keys", "value_keys", "terminated_key"},
+    "mixup": _FOLD,
+    "1nn": _FOLD | {"search"},
+    "nmer": _FOLD | {"k", "search"},
+    "per_nmer": _FOLD | _PRIORITY | {"k", "search"},
+    "ct": _FOLD | {"tuned"},
+    "s4rl": _KEYS | {"alpha"},
+    "noisy": _KEYS | {"sigma", "action_bounds", "terminated_key"},
+    "ras": _KEYS | {"low", "high"},
+    "mixreg": _KEYS | {"alpha"},
+    "interpolated_rewards": _KEYS | {"k", "search", "terminated_key"},
+    "ero": _KEYS,
 }
+_ALPHAS = {"mixreg": 0.2}  # of those whose source has another
+
+
+class _Options(NamedTuple):
+    """What depends on the kind, with its default."""
+
+    k: int = 10
+    alpha: float = 0.75
+    tuned: bool = False
+    search: str | NeighborSearch = "auto"
+    keys: tuple[NestedKey, ...] = POINT_KEYS
+    value_keys: tuple[NestedKey, ...] = VALUE_KEYS
+    terminated_key: NestedKey = TERMINATED_KEY
+    sigma: float = 0.1
+    action_bounds: tuple[float, float] = (-1.0, 1.0)
+    low: float = 0.6
+    high: float = 1.2
+    priority_alpha: float = 0.6
+    priority_beta: float = 0.4
+    priority_eps: float = 1e-6
+
+    @property
+    def roles(self) -> Roles:
+        """Which of the keys are observations, actions and rewards."""
+        return as_roles(self.keys, self.value_keys)
 
 
 def make_replay_buffer(
@@ -42,6 +89,7 @@ def make_replay_buffer(
     batch_size: int,
     k: int | None = None,
     alpha: float | None = None,
+    tuned: bool | None = None,
     search: str | NeighborSearch | None = None,
     keys: Sequence[NestedKey] | None = None,
     value_keys: Sequence[NestedKey] | None = None,
@@ -49,6 +97,10 @@ def make_replay_buffer(
     priority_alpha: float | None = None,
     priority_beta: float | None = None,
     priority_eps: float | None = None,
+    sigma: float | None = None,
+    action_bounds: tuple[float, float] | None = None,
+    low: float | None = None,
+    high: float | None = None,
     device: torch.device | str | None = None,
     storage: Storage | None = None,
     prefetch: int | None = None,
@@ -59,15 +111,24 @@ def make_replay_buffer(
     | kind | anchors | partners | batch |
     |---|---|---|---|
     | `"uniform"` | uniform | none | stored rows |
+    | `"per"` | by priority | none | stored rows |
     | `"mixup"` | uniform | any other row | mixed |
     | `"1nn"` | uniform | the nearest neighbour | mixed |
     | `"nmer"` | uniform | one of the k nearest neighbours | mixed |
-    | `"per"` | by priority | none | stored rows |
     | `"per_nmer"` | by priority | one of the k nearest neighbours | mixed |
+    | `"ct"` | uniform | what followed in the episode | mixed |
+    | `"s4rl"` | uniform | none | observation mixed with the next one |
+    | `"noisy"` | uniform | none | with Gaussian noise |
+    | `"ras"` | uniform | none | observation and next one times a random factor |
+    | `"mixreg"` | uniform | any other row | inputs mixed, targets of either |
+    | `"interpolated_rewards"` | uniform | one of the k nearest neighbours | rewards averaged |
+    | `"ero"` | uniform among rows that a learned policy keeps | none | stored rows |
 
     Kinds with priorities put importance weights `[B]` under `"priority_weight"`, and take new TD
     errors, written to the batch under `"td_error"`, by `update_tensordict_priority(batch)`.
-    TorchRL's schedulers anneal `buffer.sampler.beta`.
+    TorchRL's schedulers anneal `buffer.sampler.beta`. `"ero"` takes TD errors by
+    `update_priority(index, error)`, and wants `buffer.sampler.finish_episode` at the end of each
+    episode.
 
     Args:
         kind: Which method.
@@ -75,8 +136,10 @@ def make_replay_buffer(
     Keyword Args:
         capacity: Number of rows that the buffer holds before it overwrites the oldest.
         batch_size: Number of rows that `sample()` returns.
-        k: Number of neighbours, for `"nmer"` and `"per_nmer"`; 10 unless given.
-        alpha: Parameter of the Beta distribution of the weights; 0.75 unless given.
+        k: Number of neighbours; 10 unless given.
+        alpha: Parameter of the Beta distribution of the weights; 0.75 unless given, for `"mixreg"`
+            0.2, and 1 where it is tuned.
+        tuned: Whether alpha is learned, for `"ct"` (see `TunedMixup`).
         search: The neighbour search (see `NeighborPairSampler`); `"auto"` unless given.
         keys: Entries in which neighbours are measured; `["observation", "action"]` unless given.
         value_keys: Entries that are mixed besides `keys`; next observation and reward unless given.
@@ -84,6 +147,10 @@ def make_replay_buffer(
         priority_alpha: Exponent of the priorities; 0.6 unless given.
         priority_beta: Exponent of the importance weights; 0.4 unless given.
         priority_eps: Added to each priority; 1e-6 unless given.
+        sigma: Standard deviation of noise, as a share of each dimension's spread; 0.1 unless given.
+        action_bounds: Where noise keeps actions; (-1, 1) unless given. Infinities for no bounds.
+        low: Least random factor of observations; 0.6 unless given.
+        high: Greatest random factor of observations; 1.2 unless given.
         device: Where the rows are stored; the CPU unless given.
         storage: A storage of that capacity to use instead of a `LazyTensorStorage` (for pairs, a
             `PairStorage`, which reads them faster).
@@ -100,19 +167,25 @@ def make_replay_buffer(
     """
     if kind not in KINDS:
         raise ValueError(f"Unknown kind {kind!r}; the known ones are {', '.join(KINDS)}.")
-    given = {
+    given: dict[str, Any] = {
         "k": k,
         "alpha": alpha,
+        "tuned": tuned,
         "search": search,
         "keys": keys,
         "value_keys": value_keys,
         "terminated_key": terminated_key,
+        "sigma": sigma,
+        "action_bounds": action_bounds,
+        "low": low,
+        "high": high,
         "priority_alpha": priority_alpha,
         "priority_beta": priority_beta,
         "priority_eps": priority_eps,
     }
+    given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
-        if value is not None and name not in KINDS[kind]:
+        if name not in KINDS[kind]:
             uses = ", ".join(sorted(KINDS[kind])) or "none of them"
             raise ValueError(
                 f"A {kind!r} buffer has no use for {name}={value!r}; leave it out. "
@@ -123,60 +196,108 @@ def make_replay_buffer(
             raise ValueError(
                 f"{name}={count!r}, but it is a number of rows: an integer, at least 1."
             )
-    paired = kind not in ("uniform", "per")
-    make = PairStorage if paired else LazyTensorStorage
+    for name in _KEYS & given.keys():
+        given[name] = as_keys(given[name], name)
+    default = 1.0 if tuned else _ALPHAS.get(kind, 0.75)
+    options = _Options(**{"alpha": default, **given})
+    sampler = _make_sampler(kind, capacity, options)
+    make = PairStorage if isinstance(sampler, PairSampler) else LazyTensorStorage
     storage = _make_storage(make, capacity, device, storage)
-
-    sampler: Sampler = RandomSampler()
-    transform: Transform | None = None
-    priority = {
-        name: value
-        for name, value in (
-            ("alpha", priority_alpha),
-            ("beta", priority_beta),
-            ("eps", priority_eps),
-        )
-        if value is not None
-    }
-    if kind == "per":
-        sampler = CheckedPrioritizedSampler(capacity, **priority)
-    if paired:
+    if kind not in ("uniform", "per"):
         check_layout(storage)
-        keys = as_keys(POINT_KEYS if keys is None else keys, "keys")
-        value_keys = as_keys(VALUE_KEYS if value_keys is None else value_keys, "value_keys")
-        if kind == "mixup":
-            sampler = RandomPairSampler(keys=keys, value_keys=value_keys)
-        elif kind == "per_nmer":
-            sampler = PrioritizedNeighborPairSampler(
-                capacity,
-                k=10 if k is None else k,
-                search="auto" if search is None else search,
-                keys=keys,
-                value_keys=value_keys,
-                **priority,
-            )
-        else:
-            sampler = NeighborPairSampler(
-                k=1 if kind == "1nn" else 10 if k is None else k,
-                search="auto" if search is None else search,
-                keys=keys,
-                value_keys=value_keys,
-            )
-        transform = PairMixup(
-            0.75 if alpha is None else alpha,
-            generator=_spawn(generator),
-            mix_keys=(*keys, *value_keys),
-            terminated_key=TERMINATED_KEY if terminated_key is None else terminated_key,
-        )
     buffer = PairPrioritizedReplayBuffer if kind == "per_nmer" else TensorDictReplayBuffer
     return buffer(
         storage=storage,
         sampler=sampler,
-        transform=transform,
+        transform=_make_transform(kind, sampler, generator, options),
         batch_size=batch_size,
         prefetch=prefetch,
         generator=generator,
     )
+
+
+def _make_sampler(kind: str, capacity: int, options: _Options) -> Sampler:
+    keys = {"keys": options.keys, "value_keys": options.value_keys}
+    priority = {
+        "alpha": options.priority_alpha,
+        "beta": options.priority_beta,
+        "eps": options.priority_eps,
+    }
+    match kind:
+        case "per":
+            return CheckedPrioritizedSampler(capacity, **priority)
+        case "mixup" | "mixreg":
+            return RandomPairSampler(**keys)
+        case "1nn":
+            return NeighborPairSampler(1, search=options.search, **keys)
+        case "nmer" | "interpolated_rewards":
+            return NeighborPairSampler(options.k, search=options.search, **keys)
+        case "per_nmer":
+            return PrioritizedNeighborPairSampler(
+                capacity,
+                options.k,
+                search=options.search,
+                keys=options.keys,
+                value_keys=options.value_keys,
+                **priority,
+            )
+        case "ct":
+            return TemporalPairSampler(**keys)
+        case "noisy":
+            return SpreadSampler(keys=(*options.keys, *options.value_keys))
+        case "ero":
+            return ReplayOptimizationSampler(reward_key=options.roles.rewards[0])
+        case _:
+            return RandomSampler()
+
+
+def _make_transform(
+    kind: str, sampler: Sampler, generator: torch.Generator | None, options: _Options
+) -> Transform | None:
+    if kind in ("uniform", "per", "ero"):
+        return None
+    end = options.terminated_key
+    if kind == "interpolated_rewards":
+        return RewardMean(reward_keys=options.roles.rewards, terminated_key=end)
+    own = _spawn(generator)
+    match kind:
+        case "mixreg":
+            return MixReg(options.alpha, generator=own, mix_keys=options.keys)
+        case "s4rl":
+            observations = options.roles.observations
+            return StateMixup(options.alpha, generator=own, observation_keys=observations)
+        case "ras":
+            return AmplitudeScaling(
+                options.low,
+                options.high,
+                generator=own,
+                observation_keys=options.roles.observations,
+            )
+        case "noisy":
+            assert isinstance(sampler, SpreadSampler)
+            return GaussianNoise(
+                options.sigma,
+                spread=sampler.spread,
+                generator=own,
+                action_keys=options.roles.actions,
+                action_bounds=options.action_bounds,
+                terminated_key=end,
+            )
+        case "ct" if options.tuned:
+            return TunedMixup(
+                options.alpha,
+                generator=own,
+                keys=options.keys,
+                value_keys=options.value_keys,
+                terminated_key=end,
+            )
+        case _:
+            return PairMixup(
+                options.alpha,
+                generator=own,
+                mix_keys=(*options.keys, *options.value_keys),
+                terminated_key=end,
+            )
 
 
 def _make_storage(

@@ -1,4 +1,4 @@
-"""Pair samplers: who is mixed with whom.
+"""Samplers: who is mixed with whom.
 
 A pair sampler returns an index `[B, 2]` of storage positions, anchor and partner. The storage then
 yields a `[B, 2]` batch, which a fold such as `PairMixup` turns into `[B]`. An anchor without a
@@ -13,6 +13,8 @@ from nmer_torchrl.samplers.prioritized import (
     PrioritizedNeighborPairSampler,
 )
 from nmer_torchrl.samplers.random import RandomPairSampler
+from nmer_torchrl.samplers.spread import SpreadSampler
+from nmer_torchrl.samplers.temporal import TemporalPairSampler
 
 __all__ = [
     "CheckedPrioritizedSampler",
@@ -21,4 +23,6 @@ __all__ = [
     "PrioritizedNeighborPairSampler",
     "RandomPairSampler",
     "ReplayOptimizationSampler",
+    "SpreadSampler",
+    "TemporalPairSampler",
 ]

@@ -1,4 +1,4 @@
-"""What all pair samplers share."""
+"""What all samplers share."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from nmer_torchrl.rows import StoredRows, check_layout
 _STATE_FILE = "pair_sampler.pt"
 
 
-class PairSampler(Sampler):
-    """Uniform anchors, and what all pair samplers share with the buffer.
+class FollowingSampler(Sampler):
+    """Uniform rows, from a storage whose changes it takes up before each draw.
 
-    A subclass says how partners are chosen. It derives what it knows from the storage, so a copy in
-    another process starts afresh.
+    A subclass derives what it knows from the storage, so a copy in another process starts afresh.
     """
 
     def __init__(self, rows: StoredRows) -> None:
@@ -32,22 +31,19 @@ class PairSampler(Sampler):
     def _synchronize(self, storage: Storage) -> None:
         """Takes up whatever has changed in the storage."""
 
-    @abstractmethod
-    def _partners(self, anchor: Tensor) -> Tensor:
-        """Anchors `[B]` to partners `[B]`."""
-
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """Positions `[B, 2]`: uniform anchors and their partners."""
+        """Uniform positions `[B]`."""
         with self._lock:
             self._synchronize(storage)
-            anchor = torch.randint(
-                self._rows.length,
-                (batch_size,),
-                generator=_compat.generator(self),
-                device=self._rows.device,
-            )
-            partner = self._partners(anchor)
-        return torch.stack([anchor, partner], -1), {}
+            return self._uniform(batch_size), {}
+
+    def _uniform(self, batch_size: int) -> Tensor:
+        return torch.randint(
+            self._rows.length,
+            (batch_size,),
+            generator=_compat.generator(self),
+            device=self._rows.device,
+        )
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
         """The buffer has written these positions."""
@@ -95,3 +91,37 @@ class PairSampler(Sampler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = threading.RLock()
+
+
+class PairSampler(FollowingSampler):
+    """Uniform anchors, each with a partner; a subclass says how partners are chosen."""
+
+    @abstractmethod
+    def _partners(self, anchor: Tensor) -> Tensor:
+        """Anchors `[B]` to partners `[B]`."""
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+        """Positions `[B, 2]`: uniform anchors and their partners."""
+        with self._lock:
+            self._synchronize(storage)
+            anchor = self._uniform(batch_size)
+            partner = self._partners(anchor)
+        return torch.stack([anchor, partner], -1), {}
+
+
+def check_positions(index: Tensor, storage: Storage) -> Tensor:
+    """A vector of stored positions `[q]` as int64; raises if it is anything else."""
+    index = torch.as_tensor(index)
+    if index.ndim != 1 or index.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"Positions are a vector of integers, but `index` is {index.dtype} of shape "
+            f"{tuple(index.shape)}; give an int64 tensor of one dimension."
+        )
+    index = index.long()
+    outside = (index < 0) | (index >= len(storage))
+    if outside.any():
+        raise IndexError(
+            f"Position {int(index[outside][0])} was asked for, "
+            f"but the storage holds positions 0 to {len(storage) - 1}."
+        )
+    return index

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from tensordict import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
@@ -15,7 +14,7 @@ from nmer_torchrl.functional import choose_neighbor
 from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS
 from nmer_torchrl.neighborhood import Neighborhood, check_k
 from nmer_torchrl.neighbors import NeighborSearch
-from nmer_torchrl.samplers.base import PairSampler
+from nmer_torchrl.samplers.base import PairSampler, check_positions
 
 
 class NeighborPairSampler(PairSampler):
@@ -86,21 +85,9 @@ class NeighborPairSampler(PairSampler):
         By the statistics of what is stored now, never the position itself, padded with -1 where
         fewer than k others are stored.
         """
-        index = torch.as_tensor(index)
-        if index.ndim != 1 or index.dtype not in (torch.int64, torch.int32):
-            raise ValueError(
-                f"Positions are a vector of integers, but `index` is {index.dtype} of shape "
-                f"{tuple(index.shape)}; give an int64 tensor of one dimension."
-            )
-        index = index.long()
         if k is not None:
             check_k(k)
-        outside = (index < 0) | (index >= len(storage))
-        if outside.any():
-            raise IndexError(
-                f"Position {int(index[outside][0])} was asked for, "
-                f"but the storage holds positions 0 to {len(storage) - 1}."
-            )
+        index = check_positions(index, storage)
         with self._lock:
             self._neighborhood.synchronize(storage)
             return self._neighborhood.neighbors(index, k)

@@ -1,0 +1,85 @@
+"""Random amplitude scaling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+
+from nmer_torchrl.keys import as_keys, next_key
+from nmer_torchrl.transforms.base import Augmentation, restore_rows
+
+
+class AmplitudeScaling(Augmentation):
+    """Multiplies the observation and the next observation of each row `[*B]` by `z ~ U[low, high]`.
+
+    One `z` is drawn for each row, for both observations and all their dimensions, and written to
+    `"amplitude"`, `[*B, 1]`. This is the random amplitude scaling of RAD (Laskin et al., 2020) for
+    observations that are states. The source also offers a `z` for each dimension, and one of its
+    own for the next observation, and tries several ranges; here is the one form that keeps the two
+    observations of a transition consistent. There is no rule for terminal transitions: reward and
+    flags are not touched. Where an observation is not finite the row is kept and `z` is 1.
+
+    Like that of `StateMixup`, this change shows in `buffer[:]` too; `buffer.storage[:]` is what is
+    stored.
+
+    Args:
+        low: Least factor.
+        high: Greatest factor.
+
+    Keyword Args:
+        generator: Source of the factors; `None` uses torch's global one.
+        observation_keys: Entries to scale, together with `("next", key)` of each.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> x = torch.ones(4, 3)
+        >>> following = TensorDict(observation=2 * x, batch_size=[4])
+        >>> rows = TensorDict(observation=x, next=following, batch_size=[4])
+        >>> batch = AmplitudeScaling(0.6, 1.2)(rows)
+        >>> torch.equal(batch["observation"], batch["amplitude"].expand(4, 3))
+        True
+        >>> torch.equal(batch["next", "observation"], 2 * batch["observation"])
+        True
+    """
+
+    def __init__(
+        self,
+        low: float = 0.6,
+        high: float = 1.2,
+        *,
+        generator: torch.Generator | None = None,
+        observation_keys: Sequence[NestedKey] = ("observation",),
+    ) -> None:
+        if not (math.isfinite(low) and math.isfinite(high) and 0 < low <= high):
+            raise ValueError(
+                f"low={low!r} and high={high!r} do not bound a factor; they must be finite, above "
+                "0 and in order (the defaults are 0.6 and 1.2)."
+            )
+        first = as_keys(observation_keys, "observation_keys")
+        both = (*first, *(next_key(key) for key in first))
+        super().__init__(both, "observation_keys", generator)
+        self.low, self.high = float(low), float(high)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Rows `[*B]` to rows `[*B]`; a single row is returned as it is."""
+        if not tensordict.ndim:
+            return tensordict
+        entries, dims = self._entries(tensordict), tensordict.ndim
+        device = entries[self._changed_keys[0]].device
+        factor = torch.rand(tensordict.shape, generator=self.generator, device=device)
+        factor = (self.low + (self.high - self.low) * factor).clamp_(self.low, self.high)
+        scaled = {
+            key: entry * factor[(...,) + (None,) * (entry.ndim - dims)].to(entry.dtype)
+            for key, entry in entries.items()
+        }
+        finite = restore_rows(scaled, entries, dims)
+        if finite is not None:
+            factor = torch.where(finite, factor, 1.0)
+        return tensordict.copy().update(scaled).set("amplitude", factor.unsqueeze(-1))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(low={self.low}, high={self.high})"

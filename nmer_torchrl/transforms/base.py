@@ -1,0 +1,211 @@
+"""What all transforms share."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.envs.transforms import Transform
+
+from nmer_torchrl import _compat
+from nmer_torchrl.functional import all_finite, any_feature, mix
+from nmer_torchrl.keys import as_keys, get_continuous, get_entry
+
+# TorchRL's MultiStepTransform writes these: targets that look a different number of steps ahead, or
+# end at a terminal state, are not mixed.
+_STEPS_KEY = "steps_to_next_obs"
+_NONTERMINAL_KEY = "nonterminal"
+
+
+class Augmentation(Transform):
+    """A transform that changes some continuous entries of the rows drawn, at random.
+
+    Everything random comes from its generator, whose state is part of its own. On `extend` it
+    checks, before anything is stored, that the entries it changes are there, continuous, and as
+    wide as those before.
+
+    Args:
+        keys: The entries.
+        argument: What the user knows them as.
+        generator: Source of all randomness; `None` uses torch's global one.
+    """
+
+    def __init__(
+        self, keys: Sequence[NestedKey], argument: str, generator: torch.Generator | None
+    ) -> None:
+        super().__init__(in_keys=[], out_keys=[])
+        self._changed_keys = as_keys(keys, argument)
+        if not self._changed_keys:
+            raise ValueError(f"`{argument}` is empty; name at least one entry.")
+        self._argument = argument
+        self.generator = generator
+        self._widths: dict[NestedKey, torch.Size] = {}  # of the rows seen so far
+
+    def _entries(self, batch: TensorDictBase) -> dict[NestedKey, Tensor]:
+        """The entries that are changed, out of a batch."""
+        entries = {key: get_continuous(batch, key, self._argument) for key in self._changed_keys}
+        if not self._widths:  # the storage was filled before
+            self._widths = {key: entry.shape[batch.ndim :] for key, entry in entries.items()}
+        return entries
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Checks what is about to be stored."""
+        widths = {
+            key: get_continuous(tensordict, key, self._argument).shape[tensordict.ndim :]
+            for key in self._changed_keys
+        }
+        for key, stored in self._widths.items():
+            if widths[key] != stored:
+                raise ValueError(
+                    f"The entry {key!r} has shape {tuple(widths[key])} in each row, but the rows "
+                    f"stored before have {tuple(stored)}; use another buffer for these rows."
+                )
+        self._widths = widths
+        return tensordict
+
+    def get_extra_state(self) -> dict[str, Tensor]:
+        """The state of the generator, so that a restored buffer draws the same."""
+        return {} if self.generator is None else {"generator": self.generator.get_state()}
+
+    def set_extra_state(self, state: dict[str, Tensor]) -> None:
+        """Restores the generator, if there is one."""
+        if self.generator is not None and "generator" in state:
+            self.generator.set_state(state["generator"])
+
+
+class PairFold(Augmentation):
+    """Folds pairs `[*B, 2]` to `[*B]` by `w * anchor + (1 - w) * partner`; see `PairMixup`.
+
+    A subclass says what the weights are.
+    """
+
+    def __init__(
+        self,
+        mix_keys: Sequence[NestedKey],
+        terminated_key: NestedKey,
+        generator: torch.Generator | None = None,
+        argument: str = "mix_keys",
+    ) -> None:
+        super().__init__(mix_keys, argument, generator)
+        self.terminated_key = as_keys([terminated_key], "terminated_key")[0]
+
+    @abstractmethod
+    def _weights(self, shape: torch.Size, device: torch.device) -> Tensor:
+        """Weights of the given shape, float32."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """`[*B, 2]` to `[*B]`; anything else is returned as it is."""
+        if not holds_pairs(tensordict):
+            return tensordict
+        dims = tensordict.ndim - 1
+        kept = _kept(tensordict, self.terminated_key, dims)
+        weight = self._weights(tensordict.shape[:-1], kept.device)
+        weight = weight.masked_fill_(kept, 1.0).unsqueeze(-1)
+        pairs = {key: entry.unbind(dims) for key, entry in self._entries(tensordict).items()}
+        mixed = {key: mix(anchor, partner, weight) for key, (anchor, partner) in pairs.items()}
+        finite = restore_rows(mixed, {key: anchor for key, (anchor, _) in pairs.items()}, dims)
+        if finite is not None:
+            weight = torch.where(finite.unsqueeze(-1), weight, 1.0)
+        return _first_of_pairs(tensordict, dims, mixed).set("mixup_weight", weight)
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        check_single_rows(tensordict)
+        get_entry(tensordict, self.terminated_key)
+        return super()._inv_call(tensordict)
+
+
+def check_alpha(alpha: float) -> float:
+    """Raises if this is no parameter of a symmetric Beta distribution."""
+    if not (math.isfinite(alpha) and alpha > 0):
+        raise ValueError(
+            f"alpha={alpha!r} is no parameter of a Beta distribution; it must be finite and above "
+            "0 (the default is 0.75)."
+        )
+    return float(alpha)
+
+
+def check_single_rows(rows: TensorDictBase) -> None:
+    """Raises if what is about to be stored is not a row or a vector of rows."""
+    if rows.ndim > 1:
+        raise ValueError(
+            f"The rows come in a batch of shape {tuple(rows.shape)}, but pairs are drawn "
+            "from single rows; extend the buffer with `data.reshape(-1)`."
+        )
+
+
+def holds_pairs(batch: TensorDictBase) -> bool:
+    """Whether a batch is `[*B, 2]`, rather than what `buffer[:]` reads."""
+    return batch.ndim >= 2 and batch.shape[-1] == 2
+
+
+def is_terminal(batch: TensorDictBase, terminated_key: NestedKey, dims: int) -> Tensor:
+    """Boolean `[*B]` of that many dimensions: whether any beyond them is a terminal transition."""
+    ended = any_feature(get_entry(batch, terminated_key).bool(), dims)
+    nonterminal = batch.get(_NONTERMINAL_KEY, None)
+    return ended if nonterminal is None else ended | any_feature(~nonterminal.bool(), dims)
+
+
+def _kept(pairs: TensorDictBase, terminated_key: NestedKey, dims: int) -> Tensor:
+    """`[*B, 2]` pairs to boolean `[*B]`: whether the anchor is kept as it is."""
+    kept = is_terminal(pairs, terminated_key, dims)
+    steps = pairs.get(_STEPS_KEY, None)
+    if steps is not None:
+        first, second = steps.unbind(dims)
+        kept = kept | any_feature(first != second, dims)
+    return kept
+
+
+def restore_rows(
+    changed: dict[NestedKey, Tensor], original: dict[NestedKey, Tensor], dims: int
+) -> Tensor | None:
+    """Puts back all entries of the rows `[*B]` of which one has come out non-finite.
+
+    Returns which rows stay changed, or None if all do.
+    """
+    if _sums_finite(list(changed.values())):
+        return None
+    finite = torch.stack([all_finite(entry, dims) for entry in changed.values()]).all(0)
+    choose_rows(finite, changed, original)
+    return finite
+
+
+def choose_rows(
+    flags: Tensor, changed: dict[NestedKey, Tensor], original: dict[NestedKey, Tensor]
+) -> None:
+    """Puts back the rows that are not flagged; flags are `[*B]`, entries `[*B, ...]`."""
+    for key, entry in original.items():
+        keep = flags[(...,) + (None,) * (entry.ndim - flags.ndim)]
+        changed[key] = torch.where(keep, changed[key], entry)
+
+
+def _sums_finite(entries: list[Tensor]) -> bool:
+    """A quick look by sums; they may overflow by themselves, so "no" asks for a closer look."""
+    return math.isfinite(torch.stack([entry.sum() for entry in entries]).sum().item())
+
+
+def _first_of_pairs(
+    pairs: TensorDictBase, dim: int, replaced: dict[NestedKey, Tensor], prefix: tuple[str, ...] = ()
+) -> TensorDictBase:
+    """The first of two along `dim`, with some entries replaced, in one go."""
+    entries: dict[str, Any] = {}
+    for name, value in pairs.items():
+        entry = replaced.get((*prefix, name) if prefix else name)
+        if entry is not None:
+            entries[name] = entry
+        elif isinstance(value, Tensor):
+            entries[name] = value.select(dim, 0)
+        elif type(value) is TensorDict:
+            entries[name] = _first_of_pairs(value, dim, replaced, (*prefix, name))
+        else:
+            entries[name] = first = value[(slice(None),) * dim + (0,)]
+            path = (*prefix, name)
+            for key, entry in replaced.items():
+                if isinstance(key, tuple) and key[: len(path)] == path:
+                    first.set(key[len(path) :], entry)
+    shape = pairs.batch_size
+    return _compat.make_tensordict(entries, shape[:dim] + shape[dim + 1 :], pairs.device)

@@ -1,0 +1,98 @@
+"""Mixed inputs with drawn supervision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+
+from nmer_torchrl.functional import mix, sample_beta
+from nmer_torchrl.keys import POINT_KEYS
+from nmer_torchrl.transforms.base import (
+    Augmentation,
+    check_alpha,
+    check_single_rows,
+    holds_pairs,
+    restore_rows,
+)
+
+
+class MixReg(Augmentation):
+    """Folds pairs `[*B, 2]` to `[*B]`: mixed inputs, and the supervision of one of the two.
+
+    Observation and action are `w * anchor + (1 - w) * partner` with `w ~ Beta(alpha, alpha)`.
+    Reward, next observation, flags and all else are the anchor's with probability `w`, and the
+    partner's otherwise. `w` is written to `"mixup_weight"`, and the column of the pair whose
+    supervision it is, 0 or 1, to `"mixup_member"`, both `[*B, 1]`.
+
+    Mixreg (Wang et al., 2020) trains on the mixed target `w * y + (1 - w) * y'`. A target such as
+    `y = r + gamma * V(s')` is not linear in `s'`, so mixing next observations would not mix
+    targets; only a loss that evaluates both next observations can. But the gradient of a squared
+    error is linear in the target, so a target that is `y` with probability `w` and `y'` otherwise
+    has the gradient of the mixed one on average: any loss of that kind, such as TorchRL's TD3Loss
+    and SACLoss with `loss_function="l2"`, trains on mixreg as it is, with more noise. A flag is
+    never mixed, so terminal transitions need no rule. The source draws pairs within a batch of
+    images and takes the discrete action of the member with the greater weight; here the partner is
+    what the sampler chose, and actions are mixed as well.
+
+    Where a mix is not finite the anchor is used as it is and `w` is 1. A batch without a dimension
+    of pairs, such as that of `buffer[:]`, passes through unchanged.
+
+    Args:
+        alpha: Parameter of the Beta distribution; the source's is 0.2.
+
+    Keyword Args:
+        generator: Source of weights and members; `None` uses torch's global one.
+        mix_keys: The inputs.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> x = torch.tensor([[[0.0], [1.0]], [[5.0], [7.0]]])
+        >>> batch = MixReg(mix_keys=["x"])(TensorDict(x=x, y=10 * x, batch_size=[2, 2]))
+        >>> torch.allclose(batch["x"], x[:, 1].lerp(x[:, 0], batch["mixup_weight"]))
+        True
+        >>> torch.equal(batch["y"], 10 * x[torch.arange(2), batch["mixup_member"].squeeze(1)])
+        True
+    """
+
+    def __init__(
+        self,
+        alpha: float = 0.2,
+        *,
+        generator: torch.Generator | None = None,
+        mix_keys: Sequence[NestedKey] = POINT_KEYS,
+    ) -> None:
+        super().__init__(mix_keys, "mix_keys", generator)
+        self.alpha = check_alpha(alpha)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """`[*B, 2]` to `[*B]`; anything else is returned as it is."""
+        if not holds_pairs(tensordict):
+            return tensordict
+        shape, dims = tensordict.shape[:-1], tensordict.ndim - 1
+        pairs = {key: entry.unbind(dims) for key, entry in self._entries(tensordict).items()}
+        device = next(iter(pairs.values()))[0].device
+        weight = sample_beta(self.alpha, shape, generator=self.generator, device=device)
+        member = torch.rand(shape, generator=self.generator, device=device) >= weight
+        mixed = {
+            key: mix(anchor, partner, weight.unsqueeze(-1))
+            for key, (anchor, partner) in pairs.items()
+        }
+        finite = restore_rows(mixed, {key: anchor for key, (anchor, _) in pairs.items()}, dims)
+        if finite is not None:
+            weight, member = torch.where(finite, weight, 1.0), member & finite
+        flat = tensordict.reshape(-1, 2)
+        rows = flat[torch.arange(len(flat), device=device), member.reshape(-1).long()]
+        rows = rows.reshape(shape).update(mixed)
+        return rows.update(
+            {"mixup_weight": weight.unsqueeze(-1), "mixup_member": member.long().unsqueeze(-1)}
+        )
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        check_single_rows(tensordict)
+        return super()._inv_call(tensordict)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(alpha={self.alpha})"

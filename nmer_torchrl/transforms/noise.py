@@ -1,0 +1,133 @@
+"""Noise on whole transitions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from nmer_torchrl.keys import TERMINATED_KEY, as_keys, get_continuous, get_entry
+from nmer_torchrl.spread import Spread
+from nmer_torchrl.transforms.base import Augmentation, choose_rows, is_terminal, restore_rows
+
+
+class GaussianNoise(Augmentation):
+    """Adds zero-mean Gaussian noise to each number of rows `[*B]`: `x + sigma * std * n`.
+
+    `n ~ N(0, 1)` is drawn for each number anew, and `std` is the spread of its dimension among all
+    that is stored now, so that `sigma` means the same for every dimension; one that does not vary
+    gets no noise. Noise is added to the entries of `spread`: observation, action, reward and next
+    observation unless it was made with others. Actions are then brought back into their bounds.
+    Terminal transitions, and rows with a non-finite entry, are left as they are.
+
+    It goes with `SpreadSampler`, which keeps `spread` in step with the storage. Like that of
+    `StateMixup`, this change shows in `buffer[:]` too; `buffer.storage[:]` is what is stored.
+
+    Args:
+        sigma: Standard deviation of the noise, as a share of the spread.
+
+    Keyword Args:
+        spread: That of the buffer's `SpreadSampler`.
+        generator: Source of the noise; `None` uses torch's global one.
+        action_keys: Which of the entries are actions.
+        action_bounds: Least and greatest value of an action; `None` for no bounds.
+        terminated_key: The flag of a terminal transition.
+
+    Examples:
+        >>> from nmer_torchrl import make_replay_buffer
+        >>> buffer = make_replay_buffer("noisy", capacity=1_000, batch_size=32, sigma=0.1)
+        >>> buffer.transform[0]
+        GaussianNoise(sigma=0.1)
+        >>> buffer.transform[0].spread is buffer.sampler.spread
+        True
+    """
+
+    def __init__(
+        self,
+        sigma: float = 0.1,
+        *,
+        spread: Spread,
+        generator: torch.Generator | None = None,
+        action_keys: Sequence[NestedKey] = ("action",),
+        action_bounds: tuple[float, float] | None = (-1.0, 1.0),
+        terminated_key: NestedKey = TERMINATED_KEY,
+    ) -> None:
+        if not (math.isfinite(sigma) and sigma >= 0):
+            raise ValueError(
+                f"sigma={sigma!r} is no standard deviation; it must be finite and at least 0 "
+                "(the default is 0.1)."
+            )
+        super().__init__(spread.keys, "keys", generator)
+        self.sigma = float(sigma)
+        self.spread = spread
+        self.action_bounds = None if action_bounds is None else _check_bounds(action_bounds)
+        self.action_keys = as_keys(action_keys, "action_keys") if action_bounds is not None else ()
+        for key in self.action_keys:
+            if key not in spread.keys:
+                raise ValueError(
+                    f"{key!r} is named in `action_keys`, but the entries with noise are "
+                    f"{spread.keys}; name the actions among those, or set `action_bounds` to None."
+                )
+        self.terminated_key = as_keys([terminated_key], "terminated_key")[0]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Rows `[*B]` to rows `[*B]`; a single row is returned as it is."""
+        if not tensordict.ndim:
+            return tensordict
+        std, entries = self.spread.std, self._entries(tensordict)
+        if not std:
+            raise RuntimeError(
+                "GaussianNoise knows no spread yet, since its SpreadSampler has not been drawn "
+                "from; make it with `spread=sampler.spread` of the sampler of the same buffer, and "
+                "read what is stored by `buffer.storage[:]`."
+            )
+        noisy = {key: self._add_noise(entry, std[key]) for key, entry in entries.items()}
+        for key in self.action_keys:
+            noisy[key] = self._bound(noisy[key], entries[key], key)
+        restore_rows(noisy, entries, tensordict.ndim)
+        ended = is_terminal(tensordict, self.terminated_key, tensordict.ndim)
+        choose_rows(~ended, noisy, entries)
+        return tensordict.copy().update(noisy)
+
+    def _add_noise(self, entry: Tensor, std: Tensor) -> Tensor:
+        noise = torch.randn(
+            entry.shape, generator=self.generator, device=entry.device, dtype=entry.dtype
+        )
+        return torch.addcmul(entry, noise, std, value=self.sigma)
+
+    def _bound(self, noisy: Tensor, action: Tensor, key: NestedKey) -> Tensor:
+        assert self.action_bounds is not None
+        self._check_action(action, key)
+        return noisy.clamp(*self.action_bounds)
+
+    def _check_action(self, action: Tensor, key: NestedKey) -> None:
+        assert self.action_bounds is not None
+        low, high = self.action_bounds
+        outside = ((action < low) | (action > high)) & action.isfinite()
+        if outside.any():
+            raise ValueError(
+                f"The entry {key!r} holds {float(action[outside][0]):.6g}, outside of "
+                f"action_bounds=({low}, {high}); give the bounds of the environment's actions."
+            )
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Checks what is about to be stored."""
+        get_entry(tensordict, self.terminated_key)
+        for key in self.action_keys:
+            self._check_action(get_continuous(tensordict, key, "action_keys"), key)
+        return super()._inv_call(tensordict)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(sigma={self.sigma})"
+
+
+def _check_bounds(bounds: tuple[float, float]) -> tuple[float, float]:
+    low, high = (float(bound) for bound in bounds)
+    if not low <= high:
+        raise ValueError(
+            f"action_bounds={bounds!r} are not in order; give (least, greatest), such as (-1, 1)."
+        )
+    return low, high

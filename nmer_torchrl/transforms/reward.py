@@ -1,0 +1,57 @@
+"""Rewards averaged over pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import NestedKey
+from torch import Tensor
+
+from nmer_torchrl.keys import TERMINATED_KEY
+from nmer_torchrl.transforms.base import PairFold
+
+
+class RewardMean(PairFold):
+    """Folds pairs `[*B, 2]` to their anchors, with the mean of the two rewards.
+
+    With `NeighborPairSampler` this is replay with interpolated rewards for continuous states. The
+    source (Pilar von Pilchau et al., 2020) has discrete states: it stores extra transitions whose
+    reward is the average over all that were seen from the same state and action, one for each state
+    that followed. No two continuous states are the same, so here the anchor stays as it is but for
+    its reward, which is averaged with that of one near neighbour, another one at each draw; over
+    many draws that is half the anchor's own and half the mean of its k nearest.
+
+    As with `PairMixup`, a pair of which either is terminal, or has a non-finite reward, leaves the
+    anchor as it is; `"mixup_weight"`, `[*B, 1]`, is then 1, and else one half. A batch without a
+    dimension of pairs passes through unchanged.
+
+    Keyword Args:
+        reward_keys: Entries to average.
+        terminated_key: The flag that keeps a pair as it is.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> pairs = TensorDict(
+        ...     r=torch.tensor([[[1.0], [3.0]], [[5.0], [7.0]]]),
+        ...     end=torch.tensor([[[False], [False]], [[False], [True]]]),
+        ...     batch_size=[2, 2],
+        ... )
+        >>> RewardMean(reward_keys=["r"], terminated_key="end")(pairs)["r"].squeeze(-1)
+        tensor([2., 5.])
+    """
+
+    def __init__(
+        self,
+        *,
+        reward_keys: Sequence[NestedKey] = (("next", "reward"),),
+        terminated_key: NestedKey = TERMINATED_KEY,
+    ) -> None:
+        super().__init__(reward_keys, terminated_key, argument="reward_keys")
+
+    def _weights(self, shape: torch.Size, device: torch.device) -> Tensor:
+        return torch.full(shape, 0.5, device=device)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"

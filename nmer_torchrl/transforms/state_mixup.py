@@ -1,0 +1,77 @@
+"""Mixup within one transition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+
+from nmer_torchrl.functional import mix, sample_beta
+from nmer_torchrl.keys import as_keys, next_key
+from nmer_torchrl.transforms.base import Augmentation, check_alpha, restore_rows
+
+
+class StateMixup(Augmentation):
+    """Moves the observation of each row `[*B]` towards its next one: `w * s + (1 - w) * s'`.
+
+    One `w ~ Beta(alpha, alpha)` is drawn for each row and written to `"mixup_weight"`, `[*B, 1]`.
+    Everything else stays as it is. This is the state mixup of S4RL (Sinha et al., 2021) as the NMER
+    paper compares with it; the source mixes in an offline setting, and averages the values of
+    several such copies of a state. Neither has a rule for terminal transitions, and none is needed:
+    what is mixed are two states of one transition, whose reward and flags stay its own. Where an
+    observation is not finite it is kept and `w` is 1.
+
+    TorchRL applies a buffer's transforms to rows read by position as well, and a batch does not say
+    how it was read: `buffer[:]` is changed too, `buffer.storage[:]` is what is stored.
+
+    Args:
+        alpha: Parameter of the Beta distribution, as of `PairMixup`.
+
+    Keyword Args:
+        generator: Source of the weights; `None` uses torch's global one.
+        observation_keys: Entries to move; each one's next is at `("next", key)`.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> rows = TensorDict(
+        ...     observation=torch.zeros(4, 3),
+        ...     next=TensorDict(observation=torch.ones(4, 3), batch_size=[4]),
+        ...     batch_size=[4],
+        ... )
+        >>> batch = StateMixup(0.75)(rows)
+        >>> torch.allclose(batch["observation"], (1 - batch["mixup_weight"]).expand(4, 3))
+        True
+    """
+
+    def __init__(
+        self,
+        alpha: float = 0.75,
+        *,
+        generator: torch.Generator | None = None,
+        observation_keys: Sequence[NestedKey] = ("observation",),
+    ) -> None:
+        first = as_keys(observation_keys, "observation_keys")
+        both = (*first, *(next_key(key) for key in first))
+        super().__init__(both, "observation_keys", generator)
+        self.observation_keys = first
+        self.alpha = check_alpha(alpha)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Rows `[*B]` to rows `[*B]`; a single row is returned as it is."""
+        if not tensordict.ndim:
+            return tensordict
+        entries = self._entries(tensordict)
+        device = entries[self.observation_keys[0]].device
+        weight = sample_beta(self.alpha, tensordict.shape, generator=self.generator, device=device)
+        weight = weight.unsqueeze(-1)
+        before = {key: entries[key] for key in self.observation_keys}
+        moved = {key: mix(entry, entries[next_key(key)], weight) for key, entry in before.items()}
+        finite = restore_rows(moved, before, tensordict.ndim)
+        if finite is not None:
+            weight = torch.where(finite.unsqueeze(-1), weight, 1.0)
+        return tensordict.copy().update(moved).set("mixup_weight", weight)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(alpha={self.alpha})"
