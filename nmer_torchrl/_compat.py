@@ -5,11 +5,13 @@ Each function here has a canary test that fails when a release changes what it t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers import HERReplayBuffer, Sampler, Storage, TensorStorage
+from torchrl.envs.transforms import Compose, Transform
 
 
 def revision(storage: Storage) -> int:
@@ -32,6 +34,17 @@ def generator(sampler: Sampler) -> torch.Generator | None:
     """The generator that the replay buffer gave to its sampler."""
     rng: Any = sampler._rng
     return rng
+
+
+def transforms_beside(transform: Transform) -> Iterator[Any]:
+    """The transforms of the buffer that holds this one, however nested, and this one itself."""
+    outer = transform
+    while (container := outer.__dict__["_container"]) is not None:  # a weak reference
+        held = container()
+        if not isinstance(held, Compose):
+            break
+        outer = held
+    return outer.modules()
 
 
 def make_tensordict(

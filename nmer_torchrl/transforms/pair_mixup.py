@@ -21,6 +21,7 @@ from nmer_torchrl.keys import (
     get_continuous,
     get_entry,
 )
+from nmer_torchrl.transforms.n_step import check_n_step
 
 # TorchRL's MultiStepTransform writes these: targets that look a different number of steps ahead, or
 # end at a terminal state, are not mixed.
@@ -117,8 +118,11 @@ class PairMixup(Transform):
             kept = kept | any_feature(first != second, dims)
         return kept
 
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         """Checks what is about to be stored."""
+        check_n_step(self, self.terminated_key)
+        if tensordict is None:  # an n-step transform waits for more rows
+            return None
         if tensordict.ndim > 1:
             raise ValueError(
                 f"The rows come in a batch of shape {tuple(tensordict.shape)}, but pairs are drawn "
