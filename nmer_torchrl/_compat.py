@@ -5,6 +5,7 @@ Each function here has a canary test that fails when a release changes what it t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torchrl.data.replay_buffers import (
     Storage,
     TensorStorage,
 )
+from torchrl.envs.transforms import Compose, Transform
 
 
 def revision(storage: Storage) -> int:
@@ -39,6 +41,17 @@ def generator(sampler: Sampler) -> torch.Generator | None:
     """The generator that the replay buffer gave to its sampler."""
     rng: Any = sampler._rng
     return rng
+
+
+def transforms_beside(transform: Transform) -> Iterator[Any]:
+    """The transforms of the buffer that holds this one, however nested, and this one itself."""
+    outer = transform
+    while (container := outer.__dict__["_container"]) is not None:  # a weak reference
+        held = container()
+        if not isinstance(held, Compose):
+            break
+        outer = held
+    return outer.modules()
 
 
 def make_tensordict(

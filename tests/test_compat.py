@@ -1,6 +1,8 @@
 """Canaries: each private name of TorchRL that we use still means what we think it means."""
 
 import ast
+import copy
+import pickle
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 from torchrl.data.replay_buffers import HERReplayBuffer, RandomSampler
+from torchrl.envs.transforms import Compose, DoubleToFloat, RewardSum, StepCounter
 
 from nmer_torchrl import _compat
 
@@ -181,3 +184,18 @@ def test_tensordicts_made_without_checks_are_whole():
     assert made.batch_size == (3,)
     assert torch.equal(made["n", "b"], torch.ones(3, 1))
     assert made.set("c", torch.ones(3)).exclude("a")[1]["c"] == 1
+
+
+def test_a_transform_finds_those_beside_it():
+    inner = Compose(StepCounter())
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(5), batch_size=2, transform=Compose(inner, RewardSum())
+    )
+    buffer.append_transform(DoubleToFloat())
+    for held in (buffer, copy.deepcopy(buffer), pickle.loads(pickle.dumps(buffer))):
+        counter, sums, floats = held.transform[0][0], held.transform[1], held.transform[2]
+        for transform in (counter, sums, floats):
+            beside = list(_compat.transforms_beside(transform))
+            assert all(any(one is other for one in beside) for other in (counter, sums, floats))
+    alone = StepCounter()
+    assert list(_compat.transforms_beside(alone)) == [alone]

@@ -175,7 +175,7 @@ def test_n_step_returns_are_stored_and_mixed():
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(100), sampler=NeighborPairSampler(k=3), batch_size=50
     )
-    buffer.append_transform(MultiStepTransform(n_steps=3, gamma=0.9))
+    buffer.append_transform(MultiStepTransform(3, 0.9, done_keys=["done", "truncated"]))
     buffer.append_transform(PairMixup(0.75))
     rows = make_transitions(40)
     rows["next", "done"][:] = False

@@ -15,6 +15,7 @@ from torchrl.envs.transforms import Transform
 from nmer_torchrl import _compat
 from nmer_torchrl.functional import all_finite, any_feature, mix
 from nmer_torchrl.keys import as_keys, get_continuous, get_entry
+from nmer_torchrl.transforms.n_step import check_n_step
 
 # TorchRL's MultiStepTransform writes these: targets that look a different number of steps ahead, or
 # end at a terminal state, are not mixed.
@@ -53,8 +54,10 @@ class Augmentation(Transform):
             self._widths = {key: entry.shape[batch.ndim :] for key, entry in entries.items()}
         return entries
 
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Checks what is about to be stored."""
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        """Checks what is about to be stored; `None` where an n-step transform waits for more."""
+        if tensordict is None:
+            return None
         widths = {
             key: get_continuous(tensordict, key, self._argument).shape[tensordict.ndim :]
             for key in self._changed_keys
@@ -113,9 +116,11 @@ class PairFold(Augmentation):
             weight = torch.where(finite.unsqueeze(-1), weight, 1.0)
         return _first_of_pairs(tensordict, dims, mixed).set("mixup_weight", weight)
 
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        check_single_rows(tensordict)
-        get_entry(tensordict, self.terminated_key)
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        check_n_step(self, self.terminated_key)
+        if tensordict is not None:
+            check_single_rows(tensordict)
+            get_entry(tensordict, self.terminated_key)
         return super()._inv_call(tensordict)
 
 

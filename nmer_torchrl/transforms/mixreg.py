@@ -90,8 +90,9 @@ class MixReg(Augmentation):
             {"mixup_weight": weight.unsqueeze(-1), "mixup_member": member.long().unsqueeze(-1)}
         )
 
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        check_single_rows(tensordict)
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        if tensordict is not None:
+            check_single_rows(tensordict)
         return super()._inv_call(tensordict)
 
     def __repr__(self) -> str:

@@ -113,11 +113,12 @@ class GaussianNoise(Augmentation):
                 f"action_bounds=({low}, {high}); give the bounds of the environment's actions."
             )
 
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         """Checks what is about to be stored."""
-        get_entry(tensordict, self.terminated_key)
-        for key in self.action_keys:
-            self._check_action(get_continuous(tensordict, key, "action_keys"), key)
+        if tensordict is not None:
+            get_entry(tensordict, self.terminated_key)
+            for key in self.action_keys:
+                self._check_action(get_continuous(tensordict, key, "action_keys"), key)
         return super()._inv_call(tensordict)
 
     def __repr__(self) -> str:
