@@ -299,7 +299,7 @@ def test_the_spread_follows_every_kind_of_write():
     buffer.sample()
     assert_spread(buffer)
     other = LazyTensorStorage(30)
-    other.set(range(20), make_transitions(20, seed=5))
+    other.set(range(20), make_transitions(20, observation=5, seed=5))
     buffer.set_storage(other)
     buffer.sample()
     assert_spread(buffer)

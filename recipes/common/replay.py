@@ -54,6 +54,9 @@ def describe(buffer: TensorDictReplayBuffer, batch: TensorDictBase | None) -> di
     metrics = {"replay/size": float(len(buffer)), "replay/mixed": 0.0}
     if batch is None or batch.get("mixup_weight", None) is None:
         return metrics
+    mixed = batch["mixup_weight"].squeeze(-1) < 1
+    if batch["index"].ndim == 1:  # rows mixed within themselves
+        return metrics | {"replay/mixed": float(mixed.float().mean())}
     stored = buffer.storage.get(slice(0, len(buffer)))
     points = torch.cat([stored["observation"], stored["action"]], -1)
     spread = points.std(0, correction=0)
@@ -61,7 +64,6 @@ def describe(buffer: TensorDictReplayBuffer, batch: TensorDictBase | None) -> di
     anchor, partner = batch["index"].unbind(-1)
     distance = ((points[anchor] - points[partner]) * scale).norm(dim=-1)
     # A row without a partner is paired with itself, so its weight mixes nothing.
-    mixed = (batch["mixup_weight"].squeeze(-1) < 1) & (anchor != partner)
-    metrics["replay/mixed"] = float(mixed.float().mean())
+    metrics["replay/mixed"] = float((mixed & (anchor != partner)).float().mean())
     metrics["replay/neighbor_distance"] = float(distance.mean())
     return metrics
