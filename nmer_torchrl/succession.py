@@ -67,9 +67,6 @@ class Succession:
         self._first = 0
         self._continued = False  # and which continue the ring
         self._changed: list[Tensor] = []
-        self._forget_matches()
-
-    def _forget_matches(self) -> None:
         self._marks = np.empty((0, 2), np.int64)  # fingerprints of the states of start and end
         self._counts = np.empty((0, 2), np.bool_)  # whether the row may follow, and be followed
         self._successor = torch.empty(0, dtype=torch.int64)
@@ -114,8 +111,6 @@ class Succession:
     def synchronize(self, storage: Storage) -> None:
         """Takes up whatever has changed in the storage."""
         self.note_storage(storage)
-        if not self.rows.follows(storage):
-            self._forget_matches()
         for index, points in self.rows.changes(storage):
             self._read(stored_entries(storage), index, points)
             self._changed.append(index.cpu())
@@ -198,11 +193,10 @@ class Succession:
 
     def _new_rows(self, length: int) -> Array | None:
         """Positions in order of writing if what has changed is a continuation of the ring."""
-        changed = torch.cat(self._changed)
-        if not self._continued or self._written != len(changed) or len(changed) >= length:
+        changed = sum(len(index) for index in self._changed)  # whatever was written is among these
+        if not self._continued or self._written != changed or changed >= length:
             return None
-        order = (self._first + np.arange(self._written)) % self._capacity
-        return order if np.array_equal(np.sort(order), changed.numpy()) else None
+        return (self._first + np.arange(self._written)) % self._capacity
 
     def _meet(self, marks: Array, positions: Array, ends: Array) -> tuple[Array, Array]:
         """Those that waited and the new rows that start where they ended; the rest wait no more."""

@@ -299,7 +299,7 @@ def test_the_spread_follows_every_kind_of_write():
     buffer.sample()
     assert_spread(buffer)
     other = LazyTensorStorage(30)
-    other.set(range(20), make_transitions(20, seed=5))
+    other.set(range(20), make_transitions(20, observation=5, seed=5))
     buffer.set_storage(other)
     buffer.sample()
     assert_spread(buffer)
@@ -455,3 +455,9 @@ def test_bad_alpha_is_named(fold):
 def test_entries_that_are_not_continuous_are_refused_when_stored(fold, name):
     with pytest.raises(ValueError, match=f"'{name}' is torch.int64; leave it out"):
         fold()._inv_call(make_transitions(4))
+
+
+def test_a_single_row_passes():
+    row = make_transitions(1)[0]
+    for fold in (StateMixup(), AmplitudeScaling(), MixReg(), RewardMean()):
+        assert fold(row) is row

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from nmer_torchrl.functional import choose_neighbor, choose_other, mix, sample_beta
+from nmer_torchrl.functional import choose_neighbor, choose_other, fingerprint, mix, sample_beta
 
 # With a fixed seed a test either always passes or never; a p-value this small says that the draw is
 # not of the distribution rather than unlucky.
@@ -86,3 +86,12 @@ def test_any_other_is_as_likely():
     counts = torch.bincount(other, minlength=5)
     assert counts[2] == 0
     assert stats.chisquare(counts[[0, 1, 3, 4]].numpy()).pvalue > TINY
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_fingerprints_tell_rows_of_round_numbers_apart(dtype):
+    rows = torch.cartesian_prod(*[torch.arange(-4, 8)] * 4).to(dtype)
+    marks = fingerprint(rows)
+    assert marks.unique().numel() == len(rows)
+    assert torch.equal(fingerprint(rows[7:9].clone()), marks[7:9])
+    assert torch.equal(fingerprint(-rows * 0), fingerprint(rows * 0))  # minus zero is zero

@@ -10,6 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from helpers import make_transitions
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException
@@ -20,7 +21,10 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
 from common import checkpoint, compiling, config, envs, evaluate, streams  # noqa: E402
+from common.replay import describe  # noqa: E402
 from common.runs import Run  # noqa: E402
+
+from nmer_torchrl import make_replay_buffer  # noqa: E402
 
 METHODS = {"U": "uniform", "NMER": "nmer"}
 TASKS = sorted({path.stem for path in (RECIPES / "conf" / "env").glob("*.yaml")} - {"dm_control"})
@@ -421,3 +425,15 @@ def test_a_logger_that_cannot_be_made_is_refused_before_anything_is_written(tmp_
     with pytest.raises(config.UsageError, match="pip install wandb"):
         Run(make_config("sac", place))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["uniform", "s4rl", "noisy", "ct"])
+def test_every_layout_of_a_batch_is_described(kind):
+    buffer = make_replay_buffer(kind, capacity=50, batch_size=20)
+    rows = make_transitions(40)
+    rows["observation"][1:] = rows["next", "observation"][:-1]  # one episode
+    buffer.extend(rows.exclude(("next", "done")))
+    metrics = describe(buffer, buffer.sample())
+    assert metrics["replay/size"] == 40
+    assert (metrics["replay/mixed"] > 0.5) == (kind in ("s4rl", "ct"))
+    assert ("replay/neighbor_distance" in metrics) == (kind == "ct")

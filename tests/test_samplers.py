@@ -16,8 +16,16 @@ from torchrl.data import (
 )
 from torchrl.data.replay_buffers import HERReplayBuffer
 
-from nmer_torchrl import NeighborPairSampler, PairMixup, RandomPairSampler
+from nmer_torchrl import (
+    NeighborPairSampler,
+    PairMixup,
+    RandomPairSampler,
+    SpreadSampler,
+    TemporalPairSampler,
+)
 from nmer_torchrl.neighbors import TorchSearch
+
+SAMPLERS = [NeighborPairSampler, RandomPairSampler, SpreadSampler, TemporalPairSampler]
 
 TINY = 1e-4  # see test_functional
 
@@ -449,7 +457,7 @@ def test_positions_that_are_not_stored_are_refused():
             buffer.sampler.neighbors(buffer.storage, torch.tensor([0, position]))
 
 
-@pytest.mark.parametrize("sampler", [NeighborPairSampler, RandomPairSampler])
+@pytest.mark.parametrize("sampler", SAMPLERS)
 def test_storages_without_rows_of_tensors_are_refused(sampler):
     buffer = make_buffer(sampler(), storage=ListStorage)
     with pytest.raises(TypeError, match="ListStorage; use LazyTensorStorage"):
@@ -460,7 +468,7 @@ def test_storages_without_rows_of_tensors_are_refused(sampler):
         bare.sample()
 
 
-@pytest.mark.parametrize("sampler", [NeighborPairSampler, RandomPairSampler])
+@pytest.mark.parametrize("sampler", SAMPLERS)
 def test_storages_of_several_dimensions_are_refused(sampler):
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(40, ndim=2), sampler=sampler(), batch_size=2

@@ -271,17 +271,31 @@ def test_rows_that_are_not_finite_follow_no_one():
         assert successors(buffer) == [1, 2, 3, -1, -1, 6, 7, -1]
 
 
-def test_fingerprints_that_collide_do_not_make_a_pair(monkeypatch):
+@pytest.mark.parametrize("entries", [RECIPE, None])
+def test_fingerprints_that_collide_do_not_make_a_pair(entries, monkeypatch):
     from nmer_torchrl import succession
 
     monkeypatch.setattr(succession, "fingerprint", lambda rows: torch.zeros(len(rows)).long())
     rows, names = Worlds(2).rows(25)
+    if entries is not None:
+        rows = rows.select(*entries)
     buffer, reference = make_buffer(), Reference(30)
     for row, name in zip(rows, names, strict=True):
         buffer.add(row)
         reference.extend([name])
         found = successors(buffer)
         assert all(j in (-1, true) for j, true in zip(found, reference.successors(), strict=True))
+
+
+def test_fingerprints_that_collide_do_not_join_trajectories(monkeypatch):
+    from nmer_torchrl import succession
+
+    monkeypatch.setattr(succession, "fingerprint", lambda rows: torch.zeros(len(rows)).long())
+    rows, _ = Worlds(1, end=0.0).rows(6)
+    rows["collector", "traj_ids"][3:] = 7
+    buffer = make_buffer()
+    buffer.extend(rows)
+    assert successors(buffer)[2] == -1
 
 
 def test_writes_that_continue_the_ring_match_the_new_rows_alone(monkeypatch):
@@ -299,6 +313,28 @@ def test_writes_that_continue_the_ring_match_the_new_rows_alone(monkeypatch):
         reference.extend(names)
         assert successors(buffer) == reference.successors()
     assert [None if order is None else len(order) for order in matched] == [None, 3, 1, 15, 1, 29]
+
+
+@pytest.mark.parametrize("positions", [[1, 2], [0, 2, 1], [4, 5, 0], [5, 4]])
+def test_a_writer_that_leaves_the_ring_is_followed_by_position(positions):
+    """What it wrote last is then the newest, and positions go up to it from the one after it."""
+    sampler, storage = TemporalPairSampler(), LazyTensorStorage(6)
+    rows, _ = Worlds(1, end=0.0).rows(12)
+
+    def write(index, new):
+        index = torch.tensor(index)
+        storage.set(index, new)
+        sampler.mark_update(index, storage=storage)
+        sampler.extend(index)
+        sampler.sample(storage, 4)
+
+    write(list(range(6)), rows[:6])
+    new = rows[6 : 6 + len(positions)].clone()
+    new["next", "observation"] = rows["observation"][[(p + 1) % 6 for p in positions]]
+    write(positions, new)
+    stored = storage.get(slice(0, 6))
+    order = [(positions[-1] + 1 + age) % 6 for age in range(6)]
+    assert sampler.successors(storage, torch.arange(6)).tolist() == by_definition(stored, order)
 
 
 def test_many_rows_between_two_looks():
@@ -351,6 +387,11 @@ def test_storages_filled_before_and_exchanged_and_samplers_that_come_later():
     assert successors(buffer) == reference.successors()
     buffer.set_sampler(TemporalPairSampler())
     assert successors(buffer) == reference.successors()
+    wrapped = make_buffer(15)
+    wrapped.extend(Worlds(1).rows(19)[0])
+    wrapped.sample()
+    wrapped.set_storage(storage)  # what was written last elsewhere says nothing about this one
+    assert successors(wrapped) == reference.successors()
 
 
 def test_a_writer_that_picks_its_positions_makes_no_false_pairs():
