@@ -1,6 +1,7 @@
 """What the recipes share: the paper's settings, tasks that stop and go on, streams."""
 
 import csv
+import importlib
 import importlib.util
 import json
 import sys
@@ -14,6 +15,7 @@ from helpers import make_transitions
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException
+from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torchrl.objectives import SoftUpdate
 
@@ -21,10 +23,11 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
 from common import checkpoint, compiling, config, envs, evaluate, streams  # noqa: E402
-from common.replay import describe  # noqa: E402
+from common.replay import describe, make_buffer  # noqa: E402
 from common.runs import Run  # noqa: E402
 
-from nmer_torchrl import make_replay_buffer  # noqa: E402
+from nmer_torchrl import TunedMixup, make_replay_buffer  # noqa: E402
+from nmer_torchrl.buffers import KINDS  # noqa: E402
 
 METHODS = {"U": "uniform", "NMER": "nmer"}
 TASKS = sorted({path.stem for path in (RECIPES / "conf" / "env").glob("*.yaml")} - {"dm_control"})
@@ -437,3 +440,41 @@ def test_every_layout_of_a_batch_is_described(kind):
     assert metrics["replay/size"] == 40
     assert (metrics["replay/mixed"] > 0.5) == (kind in ("s4rl", "ct"))
     assert ("replay/neighbor_distance" in metrics) == (kind == "ct")
+
+
+METHOD_FILES = sorted(path.stem for path in (RECIPES / "conf" / "replay").glob("*.yaml"))
+
+
+def test_every_kind_of_buffer_has_a_config_of_its_name():
+    assert sorted(KINDS) == METHOD_FILES
+    for name in METHOD_FILES:
+        assert make_config("sac", f"replay={name}").replay.kind == name
+
+
+@pytest.mark.parametrize("method", METHOD_FILES)
+@pytest.mark.parametrize("recipe", ["sac", "td3"])
+@pytest.mark.filterwarnings("ignore:Got conflicting batch_sizes")  # recipes ignore it as well
+def test_every_method_trains(tmp_path, recipe, method):
+    small = ["hidden=[16,16]", "batch_size=16", "eval_episodes=1", "eval_every=30", "logger=none"]
+    frames = ["total_frames=90", "random_frames=40", "replay_ratio=2"]
+    cfg = make_config(
+        recipe, "env=Hopper", f"replay={method}", f"run_dir={tmp_path / 'run'}", *small, *frames
+    )
+    OmegaConf.resolve(cfg)
+    config.check(cfg)
+    importlib.import_module(recipe).train(cfg)
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["frames"]) for row in rows] == [30, 60, 90]
+    assert int(rows[-1]["train/updates"]) == 100
+    for name in ("train/loss_qvalue", "train/loss_actor", "eval/return"):
+        assert np.isfinite([float(row[name]) for row in rows[1:]]).all()
+    mixes = method in ("nmer", "1nn", "mixup", "per_nmer", "mixreg", "interpolated_rewards")
+    mixes |= method in ("ct", "s4rl")
+    assert (float(rows[-1]["replay/mixed"]) > 0.3) == mixes
+
+
+def test_continuous_transition_learns_its_alpha_where_it_is_asked_to():
+    cfg = make_config("sac", "replay=ct", "replay.tuned=true", "replay.alpha=1.0")
+    buffer = make_buffer(cfg, seed=0)
+    assert isinstance(buffer.transform[0], TunedMixup)
