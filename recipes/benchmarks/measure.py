@@ -68,6 +68,18 @@ def make_clusters(n: int, d: int, size: int = 64) -> Tensor:
     return (centers.repeat_interleave(size, 0) + spread * torch.randn(count, d))[:n]
 
 
+def recall(points: Tensor, index: Tensor, neighbors: Tensor, scale: Tensor) -> float:
+    """Share of neighbours that are as near as the k-th by brute force in float64."""
+    scaled = points.double() * scale
+    limits = []
+    for rows in index.split(64):
+        distances = torch.cdist(scaled[rows], scaled)
+        distances.scatter_(1, rows.unsqueeze(1), torch.inf)
+        limits.append(distances.topk(neighbors.shape[1], largest=False).values[:, -1:])
+    found = (scaled[neighbors] - scaled[index].unsqueeze(1)).norm(dim=-1)
+    return float((found <= torch.cat(limits) * (1 + 1e-6)).double().mean())
+
+
 def write_table(rows: list[dict[str, Any]], path: Path) -> None:
     """Prints the rows as a table in Markdown and writes them as CSV."""
     names = list(rows[0])
