@@ -93,6 +93,17 @@ def set_priority_powers(sampler: PrioritizedSampler, powers: Tensor, largest: Te
     sampler._max_priority = (largest.to(sampler.device), torch.tensor(0))
 
 
+def follow_device(sampler: PrioritizedSampler, storage: Storage | None) -> None:
+    """Has the priorities go where the rows are; TorchRL would leave them behind."""
+    device = sampler._tree_device_from_storage(storage)
+    if device is None or device == sampler.device:
+        return
+    powers = priority_powers(sampler, torch.arange(sampler.max_size))
+    largest = torch.as_tensor(sampler.default_priority)
+    PrioritizedSampler._maybe_init_from_storage(sampler, storage)
+    set_priority_powers(sampler, powers, largest)
+
+
 def priority_eps(sampler: PrioritizedSampler) -> float:
     """What is added to each priority before it is raised to alpha."""
     return float(sampler._eps)

@@ -3,7 +3,8 @@
 After `import nmer_torchrl.configs`, a TorchRL config may say `sampler: neighbor_pair` and
 `transform: pair_mixup` in its defaults, next to TorchRL's own entries of those groups. For
 priorities it says `replay_buffer: pair_prioritized` and `sampler: prioritized_neighbor_pair`. Noise
-is left to `make_replay_buffer`, since its sampler and its transform share an object.
+is left to `make_replay_buffer`, since its sampler and its transform share an object, as are `per`
+and `ero`, and a tuned alpha.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class StoredRows:
         """The buffer is about to confirm a write at these positions."""
         if self._revision is None or storage is None or not self.follows(storage):
             return  # everything will be read anyway
-        index = torch.as_tensor(index).reshape(-1)
+        index = torch.as_tensor(index).reshape(-1).cpu()  # a buffer on CUDA announces it there
         self._announced.append(index[index >= 0])  # a writer that declines a row announces -1
         if len(self._announced) > _MANY:
             self._announced = [torch.cat(self._announced).unique()]

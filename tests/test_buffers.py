@@ -28,10 +28,11 @@ from nmer_torchrl import (
     TemporalPairSampler,
     make_replay_buffer,
 )
+from nmer_torchrl.buffers import KINDS
 
-MIXED_KINDS = ["mixup", "1nn", "nmer", "ct", "per_nmer"]
-PAIR_KINDS = [*MIXED_KINDS, "mixreg", "interpolated_rewards"]
-ROW_KINDS = ["s4rl", "noisy", "ras"]
+ROW_KINDS = ["per", "s4rl", "noisy", "ras", "ero"]
+PAIR_KINDS = [kind for kind in KINDS if kind not in ("uniform", *ROW_KINDS)]
+MIXED_KINDS = [kind for kind in PAIR_KINDS if kind not in ("mixreg", "interpolated_rewards")]
 
 
 def make(kind="nmer", *, capacity=100, batch_size=16, seed=0, **options):
@@ -91,7 +92,7 @@ def test_each_kind_samples_rows(kind):
     batch = buffer.sample()
     assert batch.batch_size == (16,)
     assert batch["observation"].shape == (16, 3)
-    assert ("mixup_weight" in set(batch.keys())) == (kind not in ("uniform", "noisy", "ras"))
+    assert ("mixup_weight" in set(batch.keys())) == (kind in (*PAIR_KINDS, "s4rl"))
     assert batch["index"].shape == ((16, 2) if kind in PAIR_KINDS else (16,))
 
 
@@ -168,14 +169,14 @@ def test_roles_of_keys_reach_the_kinds_that_need_them():
     rows = make_transitions(40).rename_key_("observation", "state")
     rows.rename_key_(("next", "observation"), ("next", "state"))
     names = {"keys": ["state", "action"], "value_keys": [("next", "state"), ("next", "reward")]}
-    for kind in (*PAIR_KINDS, *ROW_KINDS):
+    for kind in set(KINDS) - {"uniform", "per"}:
         buffer = make(kind, **names)
         buffer.extend(rows)
         batch = buffer.sample()
         assert batch["state"].shape == (16, 3)
         anchor = batch["index"].reshape(16, -1)[:, 0]
         same = torch.equal(batch["state"], rows["state"][anchor])
-        assert same == (kind in ("interpolated_rewards", "ct"))  # no row here follows another
+        assert same == (kind in ("interpolated_rewards", "ero", "ct"))  # none follows another
     assert make("noisy", **names).transform[0].action_keys == ("action",)
     for kind in ("ct", "s4rl", "ras", "noisy"):
         with pytest.raises(
@@ -380,7 +381,7 @@ def test_float64_rows():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("search", ["auto", "torch"])
-def test_storage_on_cuda(search):  # pragma: no cover
+def test_searches_in_a_storage_on_cuda(search):  # pragma: no cover
     buffer = make_replay_buffer("nmer", capacity=100, batch_size=16, device="cuda", search=search)
     buffer.extend(make_transitions(80).cuda())
     batch = buffer.sample()
@@ -388,3 +389,33 @@ def test_storage_on_cuda(search):  # pragma: no cover
     index = torch.arange(80, device="cuda")
     neighbors = buffer.sampler.neighbors(buffer.storage, index)
     assert_neighbors(stored_points(buffer.storage).cpu(), index.cpu(), neighbors.cpu())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_on_cuda(kind):  # pragma: no cover
+    buffer = make_replay_buffer(kind, capacity=100, batch_size=16, device="cuda")
+    for seed in range(3):  # each write is announced where the rows are
+        buffer.extend(make_transitions(40, seed=seed).cuda())
+        assert buffer.sample()["observation"].device.type == "cuda"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_state_has_the_storage_read_anew_and_forgets_nothing_else(kind):
+    buffer = make(kind, capacity=50)
+    rows = make_transitions(80)
+    rows["observation"][1:] = rows["next", "observation"][:-1]
+    buffer.extend(rows[:50])
+    buffer.extend(rows[50:])  # wraps
+    buffer.sample()
+    before, index = buffer.sampler.state_dict(), torch.arange(50)
+    if kind == "ct":
+        followed = buffer.sampler.successors(buffer.storage, index)
+        assert followed[49] == 0  # around the end of the ring
+    buffer.sampler.load_state_dict({})
+    buffer.sample()
+    assert buffer.sampler.state_dict().keys() == before.keys()
+    if kind == "ct":
+        assert torch.equal(buffer.sampler.successors(buffer.storage, index), followed)
+    if kind == "per":
+        assert torch.equal(buffer.sampler.state_dict()["powers"], before["powers"])

@@ -126,6 +126,19 @@ def test_priorities_are_kept_with_eps_and_raised_to_alpha():
     assert _compat.priority_powers(sampler, torch.tensor([0])).item() == 3.0
 
 
+def test_priorities_follow_the_rows_to_another_device(monkeypatch):
+    sampler = make_prioritized().sampler
+    powers = _compat.priority_powers(sampler, torch.arange(8))
+    _compat.follow_device(sampler, None)
+    assert sampler.device == torch.device("cpu")
+    other = torch.device("cpu:0")
+    monkeypatch.setattr(sampler, "_tree_device_from_storage", lambda storage: other)
+    _compat.follow_device(sampler, None)
+    assert sampler.device == other
+    assert torch.equal(_compat.priority_powers(sampler, torch.arange(8)), powers)
+    assert float(sampler.default_priority) == 12.0
+
+
 def test_priorities_that_are_set_replace_all_others():
     buffer = make_prioritized()
     powers = torch.tensor([0.0, 0.0, 3.0, 1.0, 0.0, 0.0, 0.0, 0.0])

@@ -6,7 +6,7 @@ from scipy import stats
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from nmer_torchrl import ReplayOptimizationSampler
+from nmer_torchrl import ReplayOptimizationSampler, make_replay_buffer
 
 
 def make_buffer(n: int = 200, capacity: int = 200, **options) -> TensorDictReplayBuffer:
@@ -81,7 +81,7 @@ def test_the_step_is_that_of_reinforce(gain):
     sampler.finish_episode(10.0, buffer.storage)
     policy, chosen = copy.deepcopy(sampler._policy), kept(buffer).double()
     features = sampler._features(buffer.storage)
-    state = sampler._cpu_generator().get_state()
+    state = sampler._generator.get_state()
     rows = torch.randint(200, (200,), generator=torch.Generator().set_state(state))
     sampler.finish_episode(10.0 + gain, buffer.storage)
 
@@ -117,6 +117,9 @@ def test_features_are_reward_error_and_age():
     buffer.extend(make_rows(1, seed=2))  # new: the largest error that is known, and no age
     assert buffer.sampler._error[0] == pytest.approx(14.9)
     assert buffer.sampler._features(buffer.storage)[0, 2] < 0.01
+    for seed in range(20):  # however often the ring has turned, the oldest row has age 1
+        buffer.extend(make_rows(150, seed))
+    assert buffer.sampler._features(buffer.storage)[:, 2].max() == 1
 
 
 def test_what_is_restored_goes_on_with_the_same_batches(tmp_path):
@@ -135,6 +138,43 @@ def test_what_is_restored_goes_on_with_the_same_batches(tmp_path):
             b.sampler.finish_episode(5.0, b.storage)
         assert torch.equal(kept(buffer), kept(again))
         assert torch.equal(kept(buffer), kept(loaded))
+
+
+def test_a_state_is_not_changed_by_what_goes_on_from_it():
+    buffer, first, second = make_buffer(), make_buffer(), make_buffer()
+    for value in (1.0, 3.0, 2.0):
+        buffer.sampler.finish_episode(value, buffer.storage)
+    state = buffer.sampler.state_dict()
+    first.sampler.load_state_dict(state)
+    for value in (4.0, 5.0):
+        first.sampler.finish_episode(value, first.storage)
+    second.sampler.load_state_dict(state)
+    for value in (4.0, 5.0):
+        second.sampler.finish_episode(value, second.storage)
+    assert torch.equal(kept(first), kept(second))
+    first.sampler.load_state_dict(make_buffer().sampler.state_dict())  # of one that has not learnt
+    assert first.sampler.state_dict().keys().isdisjoint({"policy", "optimizer"})
+    assert first.sampler.kept(first.storage) == 200
+
+
+def test_a_copy_goes_on_by_itself():
+    buffer = make_buffer()
+    for value in (1.0, 3.0):
+        buffer.sampler.finish_episode(value, buffer.storage)
+    sampler = copy.deepcopy(buffer.sampler)
+    before = sampler.state_dict()["policy"]
+    buffer.sampler.finish_episode(7.0, buffer.storage)
+    sampler.finish_episode(7.0, buffer.storage)
+    assert torch.equal(sampler._kept, buffer.sampler._kept)
+    assert not torch.equal(sampler.state_dict()["policy"]["0.weight"], before["0.weight"])
+
+
+def test_torchs_own_generator_is_left_alone():
+    buffer = make_buffer()
+    state = torch.get_rng_state()
+    buffer.sampler.finish_episode(1.0, buffer.storage)
+    buffer.sampler.finish_episode(2.0, buffer.storage)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_emptying_forgets_the_rows():
@@ -156,3 +196,14 @@ def test_bad_values_are_refused():
     buffer = make_buffer()
     with pytest.raises(ValueError, match="not finite"):
         buffer.update_priority(torch.tensor([0]), torch.tensor([torch.nan]))
+    with pytest.raises(ValueError, match="3 TD errors were given for 2 rows"):
+        buffer.update_priority(torch.tensor([0, 1]), torch.ones(3))
+    for position in (-1, 200):
+        with pytest.raises(IndexError, match="at 0 to 199"):
+            buffer.update_priority(torch.tensor([position]), torch.ones(1))
+    with pytest.raises(ValueError, match="is nan"):
+        buffer.sampler.finish_episode(float("nan"), buffer.storage)
+    buffer.update_priority(torch.tensor([0, 1]), torch.ones(2, 1))
+    buffer.update_priority(torch.empty(0, dtype=torch.int64), torch.empty(0))
+    with pytest.raises(ValueError, match="name exactly one"):
+        make_replay_buffer("ero", capacity=9, batch_size=2, value_keys=[("next", "observation")])

@@ -491,6 +491,24 @@ def test_a_dump_goes_on_with_the_same_batches(kind, used, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_priorities_go_along_to_another_device(kind, monkeypatch):
+    buffer, again = make(kind), make(kind)
+    buffer.extend(make_transitions(3))
+    set_priorities(buffer, [2.0, 21.0, 50.0])
+    again.load_state_dict(buffer.state_dict())
+    # As on CUDA: TorchRL learns of the rows' device at the first use, and makes its trees anew.
+    other = torch.device("cpu:0")
+    monkeypatch.setattr(
+        PrioritizedSampler, "_tree_device_from_storage", lambda self, storage: other
+    )
+    again.sample()
+    assert again.sampler.device == other
+    torch.testing.assert_close(priorities(again), priorities(buffer))
+    again.extend(make_transitions(1))
+    assert priorities(again).tolist() == pytest.approx([2.0, 21.0, 50.0, 50.0], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_state_of_another_capacity_is_refused(kind):
     sampler = make(kind, capacity=40).sampler
     with pytest.raises(ValueError, match=r"40 rows.*max_capacity=30; make them agree"):

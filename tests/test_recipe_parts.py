@@ -23,8 +23,8 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
 from common import checkpoint, compiling, config, envs, evaluate, streams  # noqa: E402
-from common.replay import describe, make_buffer  # noqa: E402
-from common.runs import Run  # noqa: E402
+from common.replay import describe, draw, make_buffer  # noqa: E402
+from common.runs import Clock, Run  # noqa: E402
 
 from nmer_torchrl import TunedMixup, make_replay_buffer  # noqa: E402
 from nmer_torchrl.buffers import KINDS  # noqa: E402
@@ -475,6 +475,36 @@ def test_every_method_trains(tmp_path, recipe, method):
 
 
 def test_continuous_transition_learns_its_alpha_where_it_is_asked_to():
-    cfg = make_config("sac", "replay=ct", "replay.tuned=true", "replay.alpha=1.0")
+    assert make_buffer(make_config("sac", "replay=ct"), seed=0).transform[0].alpha == 0.75
+    cfg = make_config("sac", "replay=ct", "replay.tuned=true", "batch_size=16")
     buffer = make_buffer(cfg, seed=0)
-    assert isinstance(buffer.transform[0], TunedMixup)
+    (fold,) = buffer.transform
+    assert isinstance(fold, TunedMixup)
+    assert fold.alpha == 1
+    fold.tolerance = 1e-6
+    rows = make_transitions(40)
+    rows["observation"][1:] = rows["next", "observation"][:-1]
+    buffer.extend(rows.exclude(("next", "done")))
+    alphas = [fold.alpha for _ in draw(buffer, 5, Clock())]
+    assert (np.diff(alphas) < 0).all()  # each batch is a step
+
+
+def test_losses_of_sac_are_those_of_torchrl_and_errors_are_averaged():
+    import sac
+    import torchrl.objectives
+
+    cfg, batch, found = make_config("sac", "hidden=[8,8]"), make_batch(32, 4, 2), {}
+    batch["priority_weight"] = torch.rand(32)
+    for name in ("ours", "torchrl"):
+        torch.manual_seed(0)
+        _, loss = sac.make_agent(cfg, 4, 2, torch.device("cpu"))
+        if name == "torchrl":
+            loss.__class__ = torchrl.objectives.SACLoss
+        SoftUpdate(loss, tau=cfg.tau)
+        torch.manual_seed(1)
+        rows = batch.clone()
+        found[name] = (loss(rows), rows["td_error"])
+    for key in ("loss_qvalue", "loss_actor", "loss_alpha"):
+        assert torch.equal(found["ours"][0][key], found["torchrl"][0][key])
+    assert (found["ours"][1] <= found["torchrl"][1]).all()  # the mean of two, and their maximum
+    assert (found["ours"][1] < found["torchrl"][1]).any()

@@ -110,6 +110,38 @@ def test_what_is_restored_goes_on_with_the_same_numbers(how):
         assert fold.alpha == again.alpha
 
 
+@pytest.mark.parametrize("shape", [(6,), (4, 3), (4, 2), (2, 2)])
+def test_batches_and_entries_of_any_shape_are_folded(shape):
+    x, y = torch.randn(*shape, 2, 3), torch.randn(*shape, 2)  # a reward may lack its dimension
+    end = torch.zeros(*shape, 2, dtype=torch.bool)
+    pairs = TensorDict(x=x, y=y, end=end, batch_size=[*shape, 2])
+    fold = make_fold()
+    batch = fold(pairs)
+    assert batch.batch_size == shape
+    w = batch["mixup_weight"]
+    torch.testing.assert_close(batch["x"], w * x[..., 0, :] + (1 - w) * x[..., 1, :])
+    assert fold._learner.layers[0].in_features == 3
+    assert fold._learner.layers[-1].out_features == 1
+
+
+def test_torchs_own_generator_is_left_alone():
+    state = torch.get_rng_state()
+    make_fold()(make_pairs(8, seed=0))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_state_is_not_changed_by_what_goes_on_from_it():
+    fold, first, second = (make_fold(lr=1e-2) for _ in range(3))
+    fold(make_pairs(16, seed=0))
+    state = fold.get_extra_state()
+    for one in (first, second):
+        one.set_extra_state(state)
+        for seed in range(1, 4):
+            one(make_pairs(16, seed))
+    assert_same_weights(first._learner.layers, second._learner.layers)
+    assert first.alpha == second.alpha
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

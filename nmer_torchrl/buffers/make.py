@@ -246,7 +246,13 @@ def _make_sampler(kind: str, capacity: int, options: _Options) -> Sampler:
         case "noisy":
             return SpreadSampler(keys=(*options.keys, *options.value_keys))
         case "ero":
-            return ReplayOptimizationSampler(reward_key=options.roles.rewards[0])
+            rewards = options.roles.rewards
+            if len(rewards) != 1:
+                raise ValueError(
+                    f"An 'ero' buffer scores rows by one reward, but `value_keys` names {rewards} "
+                    "besides next observations; name exactly one."
+                )
+            return ReplayOptimizationSampler(reward_key=rewards[0])
         case _:
             return RandomSampler()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections import deque
 from copy import deepcopy
 from pathlib import Path
@@ -15,6 +17,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from nmer_torchrl import _compat
 from nmer_torchrl.keys import get_entry
+from nmer_torchrl.networks import draw_seed, make_mlp
 from nmer_torchrl.rows import check_layout, stored_entries
 
 _FEATURES = 3  # reward, TD error, age
@@ -27,10 +30,10 @@ class ReplayOptimizationSampler(Sampler):
 
     After Zha et al., Experience Replay Optimization (2019). A small network scores every row by its
     reward, its last TD error and its age (the first two Z-scored over what is stored, the last as a
-    share of the oldest); a row is kept with the probability that its score gives. New rows are kept
-    until the next choice. At the end of each training episode, `finish_episode` rewards the network
-    by how much the mean return of the last episodes has grown, by REINFORCE on some rows and what
-    was chosen for them, and chooses anew.
+    share of the oldest row's); a row is kept with the probability that its score gives. New rows
+    are kept until the next choice. At the end of each training episode, `finish_episode` rewards
+    the network by how much the mean return of the last episodes has grown, by REINFORCE on some
+    rows and what was chosen for them, and chooses anew.
 
     Of the source's description this leaves nothing out that we know of; the network's size, its
     learning rate and the number of episodes in the mean are ours.
@@ -76,9 +79,16 @@ class ReplayOptimizationSampler(Sampler):
         self._returns: deque[float] = deque(maxlen=episodes)
         self._policy: nn.Sequential | None = None
         self._optimizer: torch.optim.Adam | None = None
+        self._lock = threading.RLock()  # `finish_episode` does not wait for prefetching threads
         self._empty()
 
     def _empty(self) -> None:
+        with self._lock:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._size = 0  # rows that are known; the tables may be longer
+        self._pool: Tensor | None = None  # positions of those that are kept, if already looked up
         self._kept = torch.empty(0, dtype=torch.bool)
         self._error = torch.empty(0)  # the last TD error of each row
         self._written = torch.empty(0, dtype=torch.int64)  # when, counted in rows
@@ -95,29 +105,45 @@ class ReplayOptimizationSampler(Sampler):
         index = index[index >= 0]
         if not len(index):
             return
-        self._reserve(int(index.max()) + 1)
-        self._kept[index] = True
-        self._error[index] = self._error.max()  # not seen yet: as the worst
-        self._written[index] = torch.arange(self._count, self._count + len(index))
-        self._count += len(index)
+        with self._lock:
+            self._reserve(int(index.max()) + 1)
+            self._kept[index] = True
+            self._error[index] = self._error[: self._size].max()  # not seen yet: as the worst
+            self._written[index] = torch.arange(self._count, self._count + len(index))
+            self._count += len(index)
+            self._pool = None
 
     def update_priority(
         self, index: int | Tensor, priority: float | Tensor, *, storage: Storage | None = None
     ) -> None:
         """Notes the TD errors of these rows."""
         index = torch.as_tensor(index).reshape(-1).cpu()
-        error = torch.as_tensor(priority).detach().abs().float().cpu().expand(index.shape)
+        error = torch.as_tensor(priority).detach().abs().float().reshape(-1).cpu()
+        if len(error) not in (1, len(index)):
+            raise ValueError(
+                f"{len(error)} TD errors were given for {len(index)} rows; give one to each."
+            )
         if not error.isfinite().all():
             raise ValueError("A TD error is not finite; leave such rows out of the update.")
-        self._reserve(int(index.max()) + 1)
-        self._error[index] = error
+        with self._lock:
+            known = self._size if storage is None else max(self._size, len(storage))
+            if len(index) and not 0 <= int(index.min()) <= int(index.max()) < known:
+                raise IndexError(
+                    f"Positions {int(index.min())} to {int(index.max())} were given TD errors, but "
+                    f"the rows known are at 0 to {known - 1}."
+                )
+            self._reserve(known)
+            self._error[index] = error
 
     def _reserve(self, size: int) -> None:
-        missing = size - len(self._kept)
-        if missing > 0:  # rows that were there before the sampler came count as the oldest
+        """Makes rows known; those that were there before the sampler came count as the oldest."""
+        missing = max(size - len(self._kept), len(self._kept) // 8)
+        if size > len(self._kept):
             self._kept = torch.cat([self._kept, torch.ones(missing, dtype=torch.bool)])
             self._error = torch.cat([self._error, torch.zeros(missing)])
             self._written = torch.cat([self._written, torch.zeros(missing, dtype=torch.int64)])
+        if size > self._size:
+            self._size, self._pool = size, None
 
     # -- sampling ----------------------------------------------------------------------------------
 
@@ -125,26 +151,36 @@ class ReplayOptimizationSampler(Sampler):
         """Positions `[B]`, uniform over the rows that are kept (over all if none is)."""
         data = stored_entries(storage)
         size = len(storage)
-        self._reserve(size)
         device = data.device or get_entry(data, self.reward_key).device
         generator = _compat.generator(self)
-        pool = self._kept[:size].nonzero().squeeze(1) if self._chosen else None
+        with self._lock:
+            self._reserve(size)
+            if self._pool is None and self._chosen:
+                self._pool = self._kept[:size].nonzero().squeeze(1).to(device)
+            pool = self._pool
         if pool is None or not len(pool):
             return torch.randint(size, (batch_size,), generator=generator, device=device), {}
         chosen = torch.randint(len(pool), (batch_size,), generator=generator, device=device)
-        return pool.to(device)[chosen], {}
+        return pool[chosen], {}
 
     def kept(self, storage: Storage) -> int:
         """Number of rows that are kept."""
-        self._reserve(len(storage))
+        with self._lock:
+            self._reserve(len(storage))
         return int(self._kept[: len(storage)].sum())
 
     # -- learning ----------------------------------------------------------------------------------
 
     def finish_episode(self, episode_return: float, storage: Storage) -> None:
         """Learns from the return of a training episode that has ended, and chooses rows anew."""
+        if not math.isfinite(episode_return):
+            raise ValueError(f"The return of an episode is {episode_return}; it must be finite.")
+        with self._lock:
+            self._learn(float(episode_return), storage)
+
+    def _learn(self, episode_return: float, storage: Storage) -> None:
         before = sum(self._returns) / len(self._returns) if self._returns else None
-        self._returns.append(float(episode_return))
+        self._returns.append(episode_return)
         if not len(storage):
             return
         gain = 0.0 if before is None else sum(self._returns) / len(self._returns) - before
@@ -152,7 +188,7 @@ class ReplayOptimizationSampler(Sampler):
         policy, optimizer = self._ready()
         kept = self._kept[: len(features)]
         if self._chosen and gain != 0.0:
-            rows = torch.randint(len(features), (self.rows,), generator=self._cpu_generator())
+            rows = torch.randint(len(features), (self.rows,), generator=self._generator)
             with torch.enable_grad():
                 logits = policy(features[rows]).squeeze(-1)
                 # The logarithm of the probability of what was chosen is minus this entropy.
@@ -162,9 +198,9 @@ class ReplayOptimizationSampler(Sampler):
                 optimizer.step()
         with torch.no_grad():
             scores = torch.cat([policy(part).squeeze(-1) for part in features.split(65_536)])
-        draws = torch.rand(len(scores), generator=self._cpu_generator())
+        draws = torch.rand(len(scores), generator=self._generator)
         self._kept[: len(features)] = draws < scores.sigmoid()
-        self._chosen = True
+        self._chosen, self._pool = True, None
 
     def _features(self, storage: Storage) -> Tensor:
         """Of each row `[n, 3]`: reward, TD error, age."""
@@ -172,51 +208,50 @@ class ReplayOptimizationSampler(Sampler):
         self._reserve(size)
         reward = get_entry(stored_entries(storage), self.reward_key)[:size].detach().float().cpu()
         reward = reward.reshape(size, -1).sum(-1).nan_to_num(0.0)
-        age = (self._count - self._written[:size]).float() / max(self._count, 1)
+        age = (self._count - self._written[:size]).float()
+        age = age / age.max().clamp_min(1.0)
         return torch.stack([_standardized(reward), _standardized(self._error[:size]), age], -1)
 
     def _ready(self, seed: int | None = None) -> tuple[nn.Sequential, torch.optim.Adam]:
         if self._policy is None or self._optimizer is None:
-            if seed is None:
-                seed = int(torch.randint(2**62, (), generator=self._cpu_generator()))
-            first, second = self.hidden
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                self._policy = nn.Sequential(
-                    nn.Linear(_FEATURES, first),
-                    nn.ReLU(),
-                    nn.Linear(first, second),
-                    nn.ReLU(),
-                    nn.Linear(second, 1),
-                )
+            seed = draw_seed(_compat.generator(self)) if seed is None else seed
+            self._policy = make_mlp([_FEATURES, *self.hidden, 1], seed)
             self._optimizer = torch.optim.Adam(self._policy.parameters(), lr=self.lr)
+            # Its own, so that when an episode ends changes nothing about which rows are drawn.
+            self._generator = torch.Generator().manual_seed(seed + 1)
         return self._policy, self._optimizer
-
-    def _cpu_generator(self) -> torch.Generator | None:
-        generator = _compat.generator(self)
-        return generator if generator is None or generator.device.type == "cpu" else None
 
     # -- saving ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The policy, its optimizer, and what is known of each row."""
-        state: dict[str, Any] = {name: getattr(self, name) for name in _TENSORS}
-        state |= {"count": self._count, "chosen": self._chosen, "returns": list(self._returns)}
-        if self._policy is not None and self._optimizer is not None:
-            state["policy"] = self._policy.state_dict()
-            state["optimizer"] = self._optimizer.state_dict()
-        return deepcopy(state)
+        with self._lock:
+            state: dict[str, Any] = {n: getattr(self, n)[: self._size] for n in _TENSORS}
+            state |= {"count": self._count, "chosen": self._chosen, "returns": list(self._returns)}
+            if self._policy is not None and self._optimizer is not None:
+                state["policy"] = self._policy.state_dict()
+                state["optimizer"] = self._optimizer.state_dict()
+                state["generator"] = self._generator.get_state()
+            return deepcopy(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from there."""
-        for name in _TENSORS:
-            setattr(self, name, state_dict[name].clone())
-        self._count, self._chosen = state_dict["count"], state_dict["chosen"]
-        self._returns = deque(state_dict["returns"], maxlen=self._returns.maxlen)
-        if "policy" in state_dict:
-            policy, optimizer = self._ready(seed=0)  # all of it is replaced
-            policy.load_state_dict(state_dict["policy"])
-            optimizer.load_state_dict(state_dict["optimizer"])
+        """Goes on from there; an empty state leaves all as it is."""
+        if not state_dict:
+            return
+        state = deepcopy(state_dict)  # an optimizer would go on with its very tensors
+        with self._lock:
+            self._forget()
+            self._policy = self._optimizer = None
+            self._returns.clear()
+            for name in _TENSORS:
+                setattr(self, name, state[name])
+            self._size, self._count, self._chosen = len(self._kept), state["count"], state["chosen"]
+            self._returns.extend(state["returns"])
+            if "policy" in state:
+                policy, optimizer = self._ready(seed=0)  # all of it is replaced
+                policy.load_state_dict(state["policy"])
+                optimizer.load_state_dict(state["optimizer"])
+                self._generator.set_state(state["generator"])
 
     def dumps(self, path: str | Path) -> None:
         """Saves `state_dict()` into the directory `path`."""
@@ -226,6 +261,19 @@ class ReplayOptimizationSampler(Sampler):
     def loads(self, path: str | Path) -> None:
         """Loads what `dumps` saved."""
         self.load_state_dict(torch.load(Path(path) / _STATE_FILE, weights_only=True))
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        del state["_lock"]
+        if self._policy is not None:
+            state["_generator"] = self._generator.get_state()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.RLock()
+        if self._policy is not None:
+            self._generator = torch.Generator().set_state(state["_generator"])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(episodes={self._returns.maxlen}, rows={self.rows})"

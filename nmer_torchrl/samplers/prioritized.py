@@ -133,9 +133,13 @@ class CheckedPrioritizedSampler(PrioritizedSampler):
                 f"max_capacity={self.max_size}; make them agree."
             )
 
+    def _maybe_init_from_storage(self, storage: Storage | None) -> None:
+        _compat.follow_device(self, storage)
+
     def _rank(self, storage: Storage) -> None:
         """Gives the priority of a new row to those that no one announced."""
         self._check_capacity(storage)
+        _compat.follow_device(self, storage)
         length = len(storage)
         if length > self._ranked:
             position = torch.arange(self._ranked, length)
@@ -159,7 +163,9 @@ class CheckedPrioritizedSampler(PrioritizedSampler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave."""
+        """Takes up what `state_dict` gave; an empty state leaves all as it is."""
+        if not state_dict:
+            return
         powers = state_dict["powers"]
         if len(powers) != self.max_size:
             raise ValueError(
@@ -298,7 +304,7 @@ class PrioritizedNeighborPairSampler(NeighborPairSampler, CheckedPrioritizedSamp
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up the priorities and what the search kept; the rest is read from the storage."""
         with self._lock:
-            CheckedPrioritizedSampler.load_state_dict(self, state_dict["priorities"])
+            CheckedPrioritizedSampler.load_state_dict(self, state_dict.get("priorities", {}))
             NeighborPairSampler.load_state_dict(self, state_dict)
 
     def __repr__(self) -> str:

@@ -127,11 +127,13 @@ class TemporalPairSampler(PairSampler):
         return {"newest": -1 if newest is None else newest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Has the next sample read the storage anew."""
+        """Has the next sample read the storage anew; an empty state leaves the order as it is."""
         with self._lock:
+            newest = self._succession.newest
+            if "newest" in state_dict:
+                newest = None if state_dict["newest"] < 0 else state_dict["newest"]
             self._succession.clear()
-            newest = state_dict.get("newest", -1)
-            self._succession.newest = None if newest < 0 else newest
+            self._succession.newest = newest
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(observations={self._succession.observations})"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from copy import deepcopy
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ from torch.nn.functional import mse_loss
 
 from nmer_torchrl.functional import all_finite
 from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS, as_keys, get_continuous
+from nmer_torchrl.networks import draw_seed, make_mlp
+from nmer_torchrl.transforms.base import holds_pairs
 from nmer_torchrl.transforms.pair_mixup import PairMixup
 
 _LEAST = 1e-3  # smallest alpha: weights are 0 or 1 all but always
@@ -77,6 +78,9 @@ class TunedMixup(PairMixup):
             if not value > 0:
                 raise ValueError(f"{name}={value!r}, but it is a number above 0.")
         self._inputs, self._outputs = as_keys(keys, "keys"), as_keys(value_keys, "value_keys")
+        for name, given in (("keys", self._inputs), ("value_keys", self._outputs)):
+            if not given:
+                raise ValueError(f"`{name}` is empty; name at least one entry.")
         super().__init__(
             alpha,
             generator=generator,
@@ -90,15 +94,15 @@ class TunedMixup(PairMixup):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """`[*B, 2]` to `[*B]`, and one step of learning; anything else is returned as it is."""
-        if tensordict.ndim < 2 or tensordict.shape[-1] != 2:
+        if not holds_pairs(tensordict):
             return tensordict
         with self._lock, torch.enable_grad():
-            inputs = self._join(tensordict, self._inputs)
-            outputs = self._join(tensordict, self._outputs)
+            inputs = _join(tensordict, self._inputs, "keys").flatten(0, -3)
+            outputs = _join(tensordict, self._outputs, "value_keys").flatten(0, -3)
             learner = self._ready(inputs, outputs)
             batch = super().forward(tensordict)
-            weight = batch["mixup_weight"].flatten(0, -2)
-            mixed = self._join(batch, self._inputs)
+            weight = batch["mixup_weight"].reshape(-1, 1)
+            mixed = _join(batch, self._inputs, "keys").flatten(0, -2)
             finite = all_finite(inputs, 1) & all_finite(outputs, 1)
             if finite.any():
                 self.alpha = learner.step(
@@ -106,21 +110,12 @@ class TunedMixup(PairMixup):
                 )
         return batch
 
-    def _join(self, data: TensorDictBase, keys: tuple[NestedKey, ...]) -> Tensor:
-        """Entries side by side: `[B, 2, d]` of pairs, `[B, d]` of folded ones."""
-        dims = data.ndim
-        parts = [get_continuous(data, key, "keys") for key in keys]
-        joined = torch.cat([part.detach().float().flatten(dims) for part in parts], -1)
-        return joined.flatten(0, dims - 2) if data.shape[-1] == 2 and dims > 1 else joined
-
     def _ready(self, inputs: Tensor, outputs: Tensor) -> _Learner:
         if self._learner is None:
-            device, seed = inputs.device, 0
-            if self._saved is None:
-                seed = int(torch.randint(2**62, (), generator=self.generator, device=device))
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                layers = _mlp(inputs.shape[-1], self.hidden, outputs.shape[-1]).to(device)
+            # What was saved replaces all of it; nothing is drawn then.
+            seed = draw_seed(self.generator) if self._saved is None else 0
+            widths = [inputs.shape[-1], *self.hidden, outputs.shape[-1]]
+            layers = make_mlp(widths, seed).to(inputs.device)
             self._learner = _Learner(layers, self.alpha, self.tolerance, self.lr)
             if self._saved is not None:
                 self._learner.load_state_dict(self._saved)
@@ -186,9 +181,10 @@ class _Learner:
             "layers_optimizer": self.layers_optimizer.state_dict(),
             "alpha_optimizer": self.alpha_optimizer.state_dict(),
         }
-        return deepcopy(state)  # optimizers that load it would share its tensors
+        return deepcopy(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        state = deepcopy(state)  # optimizers would go on with its very tensors
         self.layers.load_state_dict(state["layers"])
         with torch.no_grad():
             self.alpha.copy_(state["alpha"])
@@ -196,9 +192,7 @@ class _Learner:
         self.alpha_optimizer.load_state_dict(state["alpha_optimizer"])
 
 
-def _mlp(inputs: int, hidden: Sequence[int], outputs: int) -> nn.Sequential:
-    widths = [inputs, *hidden]
-    layers: list[nn.Module] = []
-    for before, after in pairwise(widths):
-        layers += [nn.Linear(before, after), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(widths[-1], outputs))
+def _join(data: TensorDictBase, keys: tuple[NestedKey, ...], argument: str) -> Tensor:
+    """Entries of rows `[*B]` side by side, `[*B, d]`, float32."""
+    parts = [get_continuous(data, key, argument).detach().float() for key in keys]
+    return torch.cat([part.reshape(*data.shape, -1) for part in parts], -1)

@@ -37,6 +37,8 @@ def fill(kind: str, rows: int) -> TensorDictReplayBuffer:
     if hasattr(buffer.sampler, "neighbors"):
         for index in tqdm(torch.arange(rows).split(256), desc=kind, leave=False, mininterval=1):
             buffer.sampler.neighbors(buffer.storage, index)
+    if kind == "ero":
+        buffer.sampler.finish_episode(0.0, buffer.storage)  # has it choose rows
     buffer.sample()
     return buffer
 

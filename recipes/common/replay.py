@@ -11,7 +11,12 @@ from torchrl.data import PrioritizedSampler, TensorDictReplayBuffer
 
 from common.config import UsageError
 from common.runs import Clock
-from nmer_torchrl import NeighborPairSampler, ReplayOptimizationSampler, make_replay_buffer
+from nmer_torchrl import (
+    NeighborPairSampler,
+    ReplayOptimizationSampler,
+    TunedMixup,
+    make_replay_buffer,
+)
 
 
 def make_buffer(cfg: DictConfig, seed: int) -> TensorDictReplayBuffer:
@@ -44,11 +49,12 @@ def store(buffer: TensorDictReplayBuffer, row: TensorDictBase, ended: float | No
 def draw(buffer: TensorDictReplayBuffer, batches: int, clock: Clock) -> Iterator[TensorDictBase]:
     """That many batches. Nothing is stored between them, so one draw serves them all.
 
-    Priorities change with every update: they ask for a draw each.
+    Priorities change with every update, and a tuned alpha with every draw: they ask for one each.
     """
     if not batches:
         return
-    if isinstance(buffer.sampler, PrioritizedSampler):
+    learns = any(isinstance(transform, TunedMixup) for transform in buffer.transform)
+    if learns or isinstance(buffer.sampler, PrioritizedSampler):
         for _ in range(batches):
             with clock("sample"):
                 batch = buffer.sample()
