@@ -55,7 +55,7 @@ class FrameCollector:
                 action = self.env.action_spec.rand()
             else:
                 seen = TensorDict(observation=carrier["observation"].to(self.device))
-                action = self.policy(seen)["action"].to(carrier.device)
+                action = self.policy(seen)["action"].cpu()  # environments are there
         transition, self._carrier = self.env.step_and_maybe_reset(carrier.set("action", action))
         self.frames += 1
         self.episode_return += float(transition["next", "reward"])

@@ -44,8 +44,7 @@ def check_logger(cfg: DictConfig) -> None:
 
 
 def make_logger(cfg: DictConfig, directory: Path, run_id: str | None) -> Logger:
-    """The logger that `cfg.logger` describes."""
-    check_logger(cfg)
+    """The logger that `cfg.logger` describes, which `check_logger` has passed."""
     match cfg.logger.kind:
         case "wandb":
             return WandbLogger(cfg, directory, run_id)
