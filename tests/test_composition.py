@@ -1,5 +1,6 @@
 """Buffers of pairs together with other parts of TorchRL, each with the real thing."""
 
+import gc
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -76,6 +77,13 @@ class Episode:
 
 def play(env_id: str, episodes: int, max_steps: int) -> list[Episode]:
     env = gymnasium.make(env_id, max_episode_steps=max_steps)
+    played = play_in(env, episodes)
+    env.close()
+    return played
+
+
+def play_in(env: gymnasium.Env, episodes: int) -> list[Episode]:
+    """Episodes of random actions, as the environment told them."""
     env.action_space.seed(0)
     played = []
     for seed in range(episodes):
@@ -87,7 +95,6 @@ def play(env_id: str, episodes: int, max_steps: int) -> list[Episode]:
             rest.append((action, reward, terminated, truncated))
         actions, *others = (list(column) for column in zip(*rest, strict=True))
         played.append(Episode(np.stack(observations), np.stack(actions), *others))
-    env.close()
     return played
 
 
@@ -503,6 +510,13 @@ def test_two_buffers_of_pairs_from_offline_to_online():
 
 
 DATASET = "double-pendulum/random-v0"
+ABOUT = {  # without which Minari warns
+    "algorithm_name": "random",
+    "author": "nobody",
+    "author_email": "nobody@example.org",
+    "code_permalink": "https://example.org",
+    "description": "for a test",
+}
 
 
 @pytest.fixture
@@ -531,11 +545,7 @@ def write_minari(minari, name: str, env_id: str, episodes: list[Episode]) -> Non
         ],
         env=env_id,
         eval_env=env_id,
-        algorithm_name="random",
-        author="nobody",
-        author_email="nobody@example.org",
-        code_permalink="https://example.org",
-        description="for a test",
+        **ABOUT,
     )
 
 
@@ -587,6 +597,24 @@ def test_a_minari_dataset_becomes_a_buffer(kind, minari_dataset, episodes):
         index = torch.arange(len(buffer))
         neighbors = buffer.sampler.neighbors(buffer.storage, index)
         assert_neighbors(stored_points(buffer.storage), index, neighbors)
+
+
+@pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")  # by its collector
+def test_what_minari_collects_becomes_a_buffer(tmp_path, monkeypatch):
+    minari = pytest.importorskip("minari")
+    pytest.importorskip("jax")  # its collector uses it
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+    env = minari.DataCollector(gymnasium.make("InvertedDoublePendulum-v5", max_episode_steps=5))
+    played = play_in(env, 20)
+    env.create_dataset(DATASET, eval_env="InvertedDoublePendulum-v5", **ABOUT)
+    env.close()
+    del env
+    gc.collect()  # while the warning about its directory is ignored
+    buffer = make("nmer", capacity=sum(len(episode) for episode in played))
+    for episode in minari.load_dataset(DATASET).iterate_episodes():
+        buffer.extend(minari_rows(episode))
+    assert_rows_of(buffer.storage[:], played)
+    assert_mixed(buffer.sample(), buffer.storage[:])
 
 
 @pytest.mark.xfail(
