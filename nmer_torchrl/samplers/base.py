@@ -14,10 +14,36 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from nmer_torchrl import _compat
 from nmer_torchrl.rows import StoredRows, check_layout
 
-_STATE_FILE = "pair_sampler.pt"
+_STATE_FILE = "sampler.pt"
 
 
-class FollowingSampler(Sampler):
+class LockedSampler(Sampler):
+    """A sampler with a lock, and with a state that `torch.load(..., weights_only=True)` reads."""
+
+    def __init__(self) -> None:
+        # `ReplayBuffer.empty`, among others, does not wait for prefetching threads.
+        self._lock = threading.RLock()
+
+    def dumps(self, path: str | Path) -> None:
+        """Saves `state_dict()` into the directory `path`."""
+        Path(path).mkdir(exist_ok=True)
+        torch.save(self.state_dict(), Path(path) / _STATE_FILE)
+
+    def loads(self, path: str | Path) -> None:
+        """Loads what `dumps` saved."""
+        self.load_state_dict(torch.load(Path(path) / _STATE_FILE, weights_only=True))
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        del state["_lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.RLock()
+
+
+class FollowingSampler(LockedSampler):
     """Uniform rows, from a storage whose changes it takes up before each draw.
 
     A subclass derives what it knows from the storage, so a copy in another process starts afresh.
@@ -25,7 +51,7 @@ class FollowingSampler(Sampler):
 
     def __init__(self, rows: StoredRows) -> None:
         self._rows = rows
-        self._lock = threading.RLock()  # `ReplayBuffer.empty` does not wait for prefetching threads
+        LockedSampler.__init__(self)  # not by `super`: a sampler of priorities may come next
 
     @abstractmethod
     def _synchronize(self, storage: Storage) -> None:
@@ -73,24 +99,6 @@ class FollowingSampler(Sampler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Has the next sample read the storage anew."""
         self._empty()
-
-    def dumps(self, path: str | Path) -> None:
-        """Saves `state_dict()` into the directory `path`."""
-        Path(path).mkdir(exist_ok=True)
-        torch.save(self.state_dict(), Path(path) / _STATE_FILE)
-
-    def loads(self, path: str | Path) -> None:
-        """Loads what `dumps` saved."""
-        self.load_state_dict(torch.load(Path(path) / _STATE_FILE, weights_only=True))
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        del state["_lock"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._lock = threading.RLock()
 
 
 class PairSampler(FollowingSampler):

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import NestedKey
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torchrl.data.replay_buffers import Sampler, Storage
+from torchrl.data.replay_buffers import Storage
 
 from nmer_torchrl import _compat
 from nmer_torchrl.keys import get_entry
 from nmer_torchrl.networks import draw_seed, make_mlp
 from nmer_torchrl.rows import check_layout, stored_entries
+from nmer_torchrl.samplers.base import LockedSampler
 
 _FEATURES = 3  # reward, TD error, age
-_STATE_FILE = "replay_optimization.pt"
 _TENSORS = ("_kept", "_error", "_written")
 
 
-class ReplayOptimizationSampler(Sampler):
+class ReplayOptimizationSampler(LockedSampler):
     """Samples uniformly from a subset of the rows that a learned policy keeps.
 
     After Zha et al., Experience Replay Optimization (2019). A small network scores every row by its
@@ -35,8 +33,8 @@ class ReplayOptimizationSampler(Sampler):
     the network by how much the mean return of the last episodes has grown, by REINFORCE on some
     rows and what was chosen for them, and chooses anew.
 
-    Of the source's description this leaves nothing out that we know of; the network's size, its
-    learning rate and the number of episodes in the mean are ours.
+    This follows what is published about the method at large; the network's size, its learning rate
+    and the number of episodes in the mean are ours.
 
     Keyword Args:
         episodes: Number of last episodes over which the return is averaged.
@@ -76,10 +74,10 @@ class ReplayOptimizationSampler(Sampler):
         if not lr > 0:
             raise ValueError(f"lr={lr!r}, but a learning rate is above 0.")
         self.rows, self.lr, self.hidden, self.reward_key = rows, lr, tuple(hidden), reward_key
+        super().__init__()
         self._returns: deque[float] = deque(maxlen=episodes)
         self._policy: nn.Sequential | None = None
         self._optimizer: torch.optim.Adam | None = None
-        self._lock = threading.RLock()  # `finish_episode` does not wait for prefetching threads
         self._empty()
 
     def _empty(self) -> None:
@@ -253,25 +251,14 @@ class ReplayOptimizationSampler(Sampler):
                 optimizer.load_state_dict(state["optimizer"])
                 self._generator.set_state(state["generator"])
 
-    def dumps(self, path: str | Path) -> None:
-        """Saves `state_dict()` into the directory `path`."""
-        Path(path).mkdir(exist_ok=True)
-        torch.save(self.state_dict(), Path(path) / _STATE_FILE)
-
-    def loads(self, path: str | Path) -> None:
-        """Loads what `dumps` saved."""
-        self.load_state_dict(torch.load(Path(path) / _STATE_FILE, weights_only=True))
-
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        del state["_lock"]
         if self._policy is not None:
             state["_generator"] = self._generator.get_state()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._lock = threading.RLock()
+        super().__setstate__(state)
         if self._policy is not None:
             self._generator = torch.Generator().set_state(state["_generator"])
 
