@@ -50,7 +50,7 @@ class RunningStandardizer:
         self._shift: Array | None = None  # a point near the data, set by the first update
         self._sum = np.zeros((2, self.d))  # rows: sum of y and sum of y**2, with y = x - shift
         self._rest = np.zeros((2, self.d))  # what float64 could not hold of them
-        self._moments: tuple[Tensor, Tensor, Tensor] | None = None
+        self._scale: Tensor | None = None  # what `scale` returns, once it was asked for
 
     def update(self, added: Tensor, removed: Tensor | None = None) -> None:
         """Adds the points `[n, d]` and takes out `[m, d]` points that were added before."""
@@ -70,17 +70,16 @@ class RunningStandardizer:
         before = self._shift, self._sum, self._rest
         try:
             for name, points in parts.items():
-                for chunk in points.split(_CHUNK):
+                for start in range(0, len(points), _CHUNK):
+                    chunk = points[start : start + _CHUNK]
                     self._accumulate(chunk, 1.0 if name == "added" else -1.0)
         except ValueError:
             self._shift, self._sum, self._rest = before
             raise
         self.count = count
-        self._moments = None
+        self._scale = None
 
     def _accumulate(self, points: Tensor, sign: float) -> None:
-        if not len(points):
-            return
         x: Array = points.detach().cpu().numpy().astype(np.float64)
         if not np.isfinite(x).all():
             raise ValueError(
@@ -101,24 +100,21 @@ class RunningStandardizer:
     @property
     def mean(self) -> Tensor:
         """`[d]`, float64; zero while nothing is there."""
-        return self._all_moments()[0]
+        return torch.from_numpy(self._mean_and_std()[0])
 
     @property
     def std(self) -> Tensor:
         """`[d]`, float64, of the population; exactly zero where a dimension counts as constant."""
-        return self._all_moments()[1]
+        return torch.from_numpy(self._mean_and_std()[1])
 
     @property
     def scale(self) -> Tensor:
-        """`[d]`, float64: `1 / std`, and 1 for a constant dimension."""
-        return self._all_moments()[2]
-
-    def _all_moments(self) -> tuple[Tensor, Tensor, Tensor]:
-        if self._moments is None:
-            mean, std = self._mean_and_std()
-            scale = 1.0 / np.where(std > 0, std, 1.0)
-            self._moments = torch.from_numpy(mean), torch.from_numpy(std), torch.from_numpy(scale)
-        return self._moments
+        """`[d]`, float64: `1 / std`, and 1 for a constant dimension. The same tensor until updated."""
+        if self._scale is None:
+            std = self._mean_and_std()[1]
+            std[std == 0] = 1.0
+            self._scale = torch.from_numpy(1.0 / std)
+        return self._scale
 
     def _mean_and_std(self) -> tuple[Array, Array]:
         if self.count == 0 or self._shift is None:

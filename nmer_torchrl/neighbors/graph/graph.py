@@ -15,8 +15,9 @@ from nmer_torchrl.neighbors.graph.metric import Metric
 from nmer_torchrl.neighbors.torch import TorchSearch
 
 _BLOCK = 128  # arrivals that are worth a sweep
+_FEW = 2**22  # distances that are sooner taken twice than bounded in other ways
 _SAMPLE = 1_024  # columns that bound the reach of a row without a list
-_RESCORE = 0.001  # drift of the scale after which lists are put into order anew
+_RESCORE = 0.002  # drift of the scale after which lists are put into order anew
 _REORDER = 0.02  # drift of the scale after which whole lists are put into order, not just heads
 _REBUILD = 0.05  # drift of the scale after which lists are made anew
 _FACTOR = 5.0  # common factor of two scales, in logarithms, before float32 might overflow
@@ -195,9 +196,12 @@ class NeighborGraph:
     def _first_bound(self, rows: Tensor) -> Tensor:
         """An upper bound `[m]` on the squared distance of the C-th neighbour of each row.
 
-        From some columns all over the table, and then from the lists of the nearest ones found.
+        From the products of a sweep where they are few. Else from some columns all over the table,
+        and then from the lists of the nearest ones found.
         """
         c, metric = self.candidates, self._metric
+        if len(rows) * self.table.size <= _FEW:
+            return metric.bound(rows, c + 1) * (1 + 1e-3) + 1e-6  # the row itself may be there
         if self._sample is None:
             inside = metric.norms.isfinite()
             columns = (inside & self._lists.listed).nonzero().squeeze(1)
@@ -209,15 +213,13 @@ class NeighborGraph:
             return torch.full((len(rows),), torch.inf, device=rows.device)
         distances = torch.cdist(metric.centered(rows), metric.centered(columns)).square_()
         best, column = distances.topk(c + 1, largest=False)
-        bound, near = best[:, -1], columns[column]  # one more, since the row itself may be there
-        for _ in range(2):
-            around = self._lists.positions[near[:, :6]].flatten(1).long()
-            around = torch.cat([near, around], 1).sort(1).values
-            around.masked_fill_(metric.norms[around].isinf(), -1)  # not in the graph (any more)
-            around[:, 1:].masked_fill_(around[:, 1:] == around[:, :-1], -1)
-            best, near = nearest(metric.direct(rows, around), around, c + 1)
-            bound = torch.minimum(bound, best[:, -1])
-        return bound * (1 + 1e-3) + 1e-6
+        near = columns[column]  # one more than C, since the row itself may be there
+        around = self._lists.positions[near[:, :6]].flatten(1).long()
+        around = torch.cat([near, around], 1).sort(1).values
+        around.masked_fill_(metric.norms[around].isinf(), -1)  # not in the graph (any more)
+        around[:, 1:].masked_fill_(around[:, 1:] == around[:, :-1], -1)
+        closer = nearest(metric.direct(rows, around), around, c + 1)[0][:, -1]
+        return torch.minimum(best[:, -1], closer) * (1 + 1e-3) + 1e-6
 
     # -- drift -------------------------------------------------------------------------------------
 
@@ -231,8 +233,8 @@ class NeighborGraph:
             self._made_under = self._ordered_under = current
             self._metric.work_under(current)
             return
-        ratios = self._metric.log_ratios(current, self._metric.scale)
-        if ratios.std() > _RESCORE or abs(ratios.mean()) > _FACTOR:
+        factor, drift = self._metric.compare(current, self._metric.scale)
+        if drift > _RESCORE or abs(factor) > _FACTOR:
             again = self._metric.drift(current, self._made_under) > _REBUILD
             self._rescore(current)
             if again:

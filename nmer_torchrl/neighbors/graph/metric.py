@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from copy import copy
 from typing import Any
 
@@ -66,17 +67,20 @@ class Metric:
         if len(norms):
             self.largest = max(self.largest, float(norms.amax()))
 
-    def log_ratios(self, scale: Tensor, other: Tensor) -> np.ndarray[Any, Any]:
-        """Of two scales, in NumPy, which is quicker for so few numbers.
+    def drift(self, scale: Tensor, other: Tensor) -> float:
+        """How differently two scales weigh the dimensions: the spread of their log-ratios."""
+        return self.compare(scale, other)[1]
+
+    def compare(self, scale: Tensor, other: Tensor) -> tuple[float, float]:
+        """Mean and spread of the log-ratios of two scales; in NumPy, quicker for so few numbers.
 
         Dimensions in which all points agree have no part in any distance, and none in this.
         """
         ratios = np.log(scale.numpy() / other.numpy())
-        return ratios[self.varies.numpy() | (ratios != 0)] if self.constants else ratios
-
-    def drift(self, scale: Tensor, other: Tensor) -> float:
-        """How differently two scales weigh the dimensions: the spread of their log-ratios."""
-        return float(self.log_ratios(scale, other).std())
+        if self.constants:
+            ratios = ratios[self.varies.numpy() | (ratios != 0)]
+        mean = float(ratios.sum()) / len(ratios)
+        return mean, math.sqrt(max(float(ratios @ ratios) / len(ratios) - mean * mean, 0.0))
 
     # -- differences -------------------------------------------------------------------------------
 
@@ -140,6 +144,26 @@ class Metric:
             found.append((row, columns[column] + start, least[column, row]))
         row, column, least = (torch.cat(parts) for parts in zip(*found, strict=True))
         return row, column, least
+
+    def bound(self, rows: Tensor, count: int) -> Tensor:
+        """Upper bounds `[m]` of the distance of the `count`-th nearest point to each of the rows.
+
+        Points are taken in groups, each of which stands for its nearest: nearly all of the nearest
+        of all are in groups of their own, and to rank so few costs little.
+        """
+        size, kept = self.table.size, self.kept_of_norms()
+        norms, left = self.left(rows)
+        groups = min(8 * count, size)
+        if count > groups:
+            return torch.full_like(norms, torch.inf)
+        some = slice(0, size // groups * groups)
+        products = torch.addmm(norms, self.right(some), left.T)
+        products += (self.norms[some] * kept).unsqueeze(1)
+        minima = products.view(-1, groups, len(rows)).amin(0)
+        lower = minima.T.topk(count, largest=False).values[:, -1]
+        own = self.centered(rows).norm(dim=-1)
+        rounding = (own + self.offset) * own + self.largest
+        return lower + 2.0 * (1.0 - kept) * rounding
 
     def left(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers `[m]` and vectors `[m, d]` for lower bounds of distances to `right`.
