@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import warnings
@@ -60,6 +61,9 @@ _SLURM = {
 
 def register_launchers() -> None:
     """Gives `hydra/launcher=submitit_slurm` defaults that suit a run, where it is installed."""
+    # Jobs in other processes find the recipes' modules by this.
+    paths = [str(CONF.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     Plugins.instance()  # has the plugins register theirs
     store, group, name = ConfigStore.instance(), "hydra/launcher", "submitit_slurm"
     if f"{name}.yaml" in store.list(group):
