@@ -1,6 +1,7 @@
 """Neighborhood Mixup Experience Replay (NMER) for TorchRL: a pair sampler and a transform."""
 
 from nmer_torchrl.buffers import PairPrioritizedReplayBuffer, make_replay_buffer
+from nmer_torchrl.metrics import Euclidean, FeatureSpace, Mahalanobis, ProductNorm
 from nmer_torchrl.samplers import (
     CheckedPrioritizedSampler,
     NeighborPairSampler,
@@ -25,13 +26,17 @@ from nmer_torchrl.transforms import (
 __all__ = [
     "AmplitudeScaling",
     "CheckedPrioritizedSampler",
+    "Euclidean",
+    "FeatureSpace",
     "GaussianNoise",
+    "Mahalanobis",
     "MixReg",
     "NeighborPairSampler",
     "PairMixup",
     "PairPrioritizedReplayBuffer",
     "PairStorage",
     "PrioritizedNeighborPairSampler",
+    "ProductNorm",
     "RandomPairSampler",
     "ReplayOptimizationSampler",
     "RewardMean",

@@ -217,8 +217,8 @@ def make_replay_buffer(
 
 
 def _make_sampler(kind: str, capacity: int, options: _Options) -> Sampler:
-    keys = {"keys": options.keys, "value_keys": options.value_keys}
-    priority = {
+    keys: dict[str, Any] = {"keys": options.keys, "value_keys": options.value_keys}
+    priority: dict[str, Any] = {
         "alpha": options.priority_alpha,
         "beta": options.priority_beta,
         "eps": options.priority_eps,
