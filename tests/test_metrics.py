@@ -31,7 +31,7 @@ def z_scored(points: torch.Tensor) -> torch.Tensor:
     return points / torch.where(std > 1e-8 * points.abs().amax(0), std, 1.0)
 
 
-# -- the equations: all points `[n, d]` to all distances `[n, n]` -----------------------------------
+# -- the equations: all points `[n, d]` to all distances `[n, n]` ----------------------------------
 
 
 def euclidean(points, weights=(1.0,) * 5):
@@ -278,7 +278,7 @@ def test_distances_before_anything_was_drawn_are_refused():
         sampler.distances(correlated(4).reshape(2, 2))
 
 
-# -- Mahalanobis ------------------------------------------------------------------------------------
+# -- Mahalanobis -----------------------------------------------------------------------------------
 
 
 def test_points_are_mapped_anew_only_when_the_whitening_has_drifted(monkeypatch):
