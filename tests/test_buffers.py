@@ -32,7 +32,12 @@ from nmer_torchrl.buffers import KINDS
 
 ROW_KINDS = ["per", "s4rl", "noisy", "ras", "ero"]
 PAIR_KINDS = [kind for kind in KINDS if kind not in ("uniform", *ROW_KINDS)]
-MIXED_KINDS = [kind for kind in PAIR_KINDS if kind not in ("mixreg", "interpolated_rewards")]
+NEIGHBORHOOD_KINDS = ["neighborhood", "gp"]  # of 10 neighbours unless told
+MIXED_KINDS = [
+    kind
+    for kind in PAIR_KINDS
+    if kind not in ("mixreg", "interpolated_rewards", *NEIGHBORHOOD_KINDS)
+]
 
 
 def make(kind="nmer", *, capacity=100, batch_size=16, seed=0, **options):
@@ -40,6 +45,13 @@ def make(kind="nmer", *, capacity=100, batch_size=16, seed=0, **options):
     return make_replay_buffer(
         kind, capacity=capacity, batch_size=batch_size, generator=generator, **options
     )
+
+
+def index_shape(kind):
+    """Of a batch of 16."""
+    if kind in NEIGHBORHOOD_KINDS:
+        return (16, 11)
+    return (16, 2) if kind in PAIR_KINDS else (16,)
 
 
 def assert_same_batch(first, second) -> None:
@@ -93,7 +105,7 @@ def test_each_kind_samples_rows(kind):
     assert batch.batch_size == (16,)
     assert batch["observation"].shape == (16, 3)
     assert ("mixup_weight" in set(batch.keys())) == (kind in (*PAIR_KINDS, "s4rl"))
-    assert batch["index"].shape == ((16, 2) if kind in PAIR_KINDS else (16,))
+    assert batch["index"].shape == index_shape(kind)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +318,7 @@ def test_a_copy_works_by_itself(kind, duplicate):
     twin = duplicate(buffer)
     twin.extend(make_transitions(20, seed=1))
     assert (len(buffer), len(twin)) == (50, 70)
-    assert twin.sample()["index"].shape == (16, 2)
+    assert twin.sample()["index"].shape == index_shape(kind)
     assert buffer.sample()["index"].max() < 50
 
 

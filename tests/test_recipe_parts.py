@@ -470,7 +470,7 @@ def test_every_method_trains(tmp_path, recipe, method):
     for name in ("train/loss_qvalue", "train/loss_actor", "eval/return"):
         assert np.isfinite([float(row[name]) for row in rows[1:]]).all()
     mixes = method in ("nmer", "1nn", "mixup", "per_nmer", "mixreg", "interpolated_rewards")
-    mixes |= method in ("ct", "s4rl")
+    mixes |= method in ("ct", "s4rl", "neighborhood", "gp")
     assert (float(rows[-1]["replay/mixed"]) > 0.3) == mixes
 
 
