@@ -42,9 +42,16 @@ def make_metric(option: MetricOption) -> Metric:
 
 
 def make_gates(
-    fraction: FractionOption, max_distance: DistanceOption | None, sampler: Sampler
+    fraction: FractionOption, max_distance: DistanceOption | None, sampler: Sampler | None
 ) -> list[Gate]:
-    """Gates for the share of rows to mix, and for the distance up to which they are."""
+    """Gates for the share of rows to mix, and for the distance up to which they are.
+
+    The sampler is for those that measure or count what is stored.
+
+    Examples:
+        >>> make_gates({"linear": {"first": 1, "last": 0, "rows": 1e6}}, None, None)
+        [Fraction(LinearFraction(first=1, last=0, rows=1000000.0))]
+    """
     gates: list[Gate] = []
     if max_distance is not None:
         gates.append(_make_cap(max_distance, sampler))
@@ -54,7 +61,7 @@ def make_gates(
         known: dict[str, Callable[..., Schedule]] = {
             "linear": LinearFraction,
             "exponential": ExponentialFraction,
-            "density": lambda **given: DensityFraction(cast(Any, sampler), **given),
+            "density": lambda **given: DensityFraction(_counts(sampler), **given),
         }
         gates.append(Fraction(_named("fraction", fraction, known)))
     elif fraction != 1:
@@ -62,7 +69,17 @@ def make_gates(
     return gates
 
 
-def _make_cap(max_distance: DistanceOption, sampler: Sampler) -> Gate:
+def _counts(sampler: Sampler | None) -> Any:
+    """A sampler that knows how many rows are stored."""
+    if not hasattr(sampler, "stored"):
+        raise ValueError(
+            "fraction='density' goes by how many rows are stored, which no sampler was given to "
+            "tell; make the buffer by make_replay_buffer."
+        )
+    return sampler
+
+
+def _make_cap(max_distance: DistanceOption, sampler: Sampler | None) -> Gate:
     geometry = cast(Any, sampler)
     if isinstance(max_distance, Mapping):
         if set(max_distance) != {"quantile"}:
