@@ -101,6 +101,8 @@ CASES = [
     for metric in METRICS
     for search in SEARCHES
     if metric != "product" or search in ("torch", "keops")
+    # KeOps compiles for some time for each width of points, and a feature is a point.
+    if search != "keops" or "feature" not in metric
 ]
 every_case = pytest.mark.parametrize(("metric", "search"), CASES)
 
@@ -125,7 +127,7 @@ def correlated(n, seed=0, spread=1.0):
     return rows
 
 
-def assert_nearest(buffer, distances, k=4):
+def assert_nearest(buffer, distances, k=4, recall=1.0):
     """Each of the stored has the distances of the definition to the neighbours that are found."""
     points = stored_points(buffer.storage)
     n = len(points)
@@ -134,7 +136,10 @@ def assert_nearest(buffer, distances, k=4):
     found = expected.gather(1, neighbors.clamp_min(0)).masked_fill(neighbors < 0, torch.inf)
     best = expected.sort(1).values[:, :k]
     best = torch.nn.functional.pad(best, (0, k - best.shape[1]), value=torch.inf)
-    torch.testing.assert_close(found, best, rtol=1e-5, atol=1e-9)
+    if recall == 1:
+        torch.testing.assert_close(found, best, rtol=1e-5, atol=1e-9)
+    else:
+        assert torch.isclose(found, best, rtol=1e-5, atol=1e-9).double().mean() >= recall
     for row in neighbors.tolist():
         there = [position for position in row if position >= 0]
         assert len(set(there)) == len(there)
@@ -148,6 +153,16 @@ def test_neighbors_are_those_of_the_equation(metric, search):
     assert_nearest(buffer, distances)
     buffer.extend(correlated(200, seed=1, spread=2.0))  # wraps
     assert_nearest(buffer, distances)
+
+
+@pytest.mark.parametrize("metric", ["mahalanobis", "shrunk"])
+def test_a_graph_that_proves_nothing_is_all_but_exact_between_its_renewals(metric):
+    make, distances = METRICS[metric]
+    buffer = make_buffer(make(), "graph", capacity=500)
+    buffer.extend(correlated(400))
+    for seed in range(1, 8):
+        buffer.extend(correlated(8, seed=seed))
+        assert_nearest(buffer, distances, recall=0.998)
 
 
 @every_case
@@ -307,6 +322,7 @@ def test_answers_between_renewals_are_exact_though_few_are_proven(monkeypatch):
         "_scan",
         lambda s, index, k: scanned.append(len(index)) or original(s, index, k),
     )
+    monkeypatch.setattr(mahalanobis, "_WIDER", 2)
     buffer = make_buffer(Mahalanobis(), capacity=200)
     buffer.extend(correlated(100))
     assert_nearest(buffer, whitened)

@@ -17,6 +17,7 @@ from nmer_torchrl.neighbors import NeighborSearch, PointTable, make_search
 from nmer_torchrl.neighbors.exact import BLOCK, nearest, relative_error
 
 _DRIFT = 0.05  # of the whitening, as a logarithm of distances, after which it is renewed
+_WIDER = 8  # times as many candidates, where those asked for first prove too little
 _DOUBT = 1e-9  # rounding in correlations after which they are computed anew
 
 
@@ -32,11 +33,14 @@ class Mahalanobis(Metric):
     Every search serves it. Searches are given points mapped by a whitening that is kept until it
     has drifted by a few percent from the current one; then all points are mapped anew. Each answer
     is ranked again, in float64, by the current one: more candidates are asked for than are wanted,
-    and how far the two whitenings differ at most tells which answers are proven. The others are
-    searched by brute force. So neighbours are exact under the statistics of *now* where the search
-    is exact under the scale that it is given, as `"torch"`, `"faiss"` and, up to float32, `"keops"`
-    are; so is the graph, whose lists hold under a constant scale. Each draw after a write costs a
-    few operations on `[d, d]` matrices.
+    and how far the two whitenings differ at most tells which answers are proven. For the others
+    more candidates are asked for, and in the end all points compared. So neighbours are exact under
+    the statistics of *now* where the search is exact: `"torch"`, `"faiss"`, `"keops"` (up to
+    float32), and `NeighborGraph(..., exact=True)`. The graph by default is not asked for proofs:
+    its answers are the nearest of its candidates, by the statistics of now.
+
+    Each draw after a write costs some operations on `[d, d]` matrices. Give a graph of your own
+    room for the candidates, `NeighborGraph(2 * k + 4)`; with less it answers by brute force.
 
     Keyword Args:
         shrinkage: Share of the identity in the correlation matrix, above 0 and up to 1.
@@ -132,6 +136,7 @@ class WhitenedSpace:
         self._least: float | None = None  # factor from distances by that to those of now
         self._error = 0.0  # of a mapped point, by the rounding of its dtype
         self._scale = torch.ones(d, dtype=torch.float64)
+        self._exact = getattr(search, "exact", True)  # a graph says if it is not
 
     def replace(self, index: Tensor, points: Tensor, removed: Tensor) -> None:
         """See `Space.replace`."""
@@ -208,8 +213,13 @@ class WhitenedSpace:
         frontier = self._least * (1.0 - relative_error(points.shape[1])) * last
         proven = (best[:, -1] <= frontier) | (best[:, -1] == 0) | (found[:, -1] < 0)
         again = ~proven & valid[index]
-        if again.any():
-            neighbors[again] = self._scan(index[again], k)
+        if self._exact and again.any():
+            some = index[again]
+            if found.shape[1] > candidates(k):
+                neighbors[again] = self._scan(some, k)
+            else:
+                wider = self.search.query(some, _WIDER * candidates(k), self._scale)
+                neighbors[again] = self._rank(some, wider, k)
         return neighbors
 
     def _scan(self, index: Tensor, k: int) -> Tensor:
