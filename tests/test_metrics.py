@@ -170,6 +170,7 @@ def test_a_graph_that_proves_nothing_is_all_but_exact_between_its_renewals(metri
 @given(data=st.data())
 def test_after_any_sequence_of_writes(metric, search, data):
     make, distances = METRICS[metric]
+    recall = 0.95 if search == "default graph" else 1.0  # it proves nothing
     buffer = make_buffer(make(), SEARCHES[search](), capacity=30)
     for seed in range(data.draw(st.integers(1, 6))):
         write = data.draw(st.sampled_from(["extend", "add", "setitem", "look"]))
@@ -185,8 +186,8 @@ def test_after_any_sequence_of_writes(metric, search, data):
             )
             buffer[index] = correlated(len(index), seed=seed, spread=spread)
         else:
-            assert_nearest(buffer, distances)
-    assert_nearest(buffer, distances)
+            assert_nearest(buffer, distances, recall=recall)
+    assert_nearest(buffer, distances, recall=recall)
 
 
 @pytest.mark.parametrize("metric", METRICS)
@@ -240,6 +241,19 @@ def test_a_saved_sampler_goes_on_with_the_same_pairs(metric, search, tmp_path):
     expected = buffer.sampler.neighbors(buffer.storage, torch.arange(60))
     for other in (loaded, restored):
         assert torch.equal(other.sampler.neighbors(other.storage, torch.arange(60)), expected)
+
+
+@pytest.mark.parametrize("metric", ["euclidean", "mahalanobis"])
+def test_a_saved_graph_is_taken_up_with_its_lists(metric):
+    make, _ = METRICS[metric]
+    first, second = (make_buffer(make(), "graph", capacity=600) for _ in range(2))
+    first.extend(correlated(500))
+    first.sampler.neighbors(first.storage, torch.arange(500))
+    first.extend(correlated(2, seed=1))
+    second.load_state_dict(first.state_dict())
+    nobody = torch.empty(0, dtype=torch.int64)
+    second.sampler.neighbors(second.storage, nobody)
+    assert second.sampler._neighborhood.search.stats()["lists"] >= 500
 
 
 @pytest.mark.parametrize("metric", [m for m in METRICS if m != "whitened feature"])
