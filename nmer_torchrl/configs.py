@@ -3,8 +3,8 @@
 After `import nmer_torchrl.configs`, a TorchRL config may say `sampler: neighbor_pair` and
 `transform: pair_mixup` in its defaults, next to TorchRL's own entries of those groups. For
 priorities it says `replay_buffer: pair_prioritized` and `sampler: prioritized_neighbor_pair`. Noise
-is left to `make_replay_buffer`, since its sampler and its transform share an object, as are `per`
-and `ero`, and a tuned alpha.
+is left to `make_replay_buffer`, since its sampler and its transform share an object, as are caps on
+distances and Gaussian processes for the same reason, `per` and `ero`, and a tuned alpha.
 """
 
 from __future__ import annotations
@@ -18,13 +18,24 @@ from tensordict import NestedKey
 from torchrl.trainers.algorithms.configs.data import SamplerConfig, TensorDictReplayBufferConfig
 from torchrl.trainers.algorithms.configs.transforms import TransformConfig
 
+from nmer_torchrl.buffers.options import make_gates, make_metric
 from nmer_torchrl.samplers import (
+    NeighborhoodSampler,
     NeighborPairSampler,
     PrioritizedNeighborPairSampler,
     RandomPairSampler,
     TemporalPairSampler,
 )
-from nmer_torchrl.transforms import AmplitudeScaling, MixReg, PairMixup, RewardMean, StateMixup
+from nmer_torchrl.transforms import (
+    AmplitudeScaling,
+    DeltaMixup,
+    MeanMixup,
+    MixReg,
+    NeighborhoodMixup,
+    PairMixup,
+    RewardMean,
+    StateMixup,
+)
 
 
 @dataclass
@@ -41,7 +52,21 @@ class NeighborPairSamplerConfig(SamplerConfig):
     search: Any = "auto"
     keys: Any = None
     value_keys: Any = None
+    metric: Any = "euclidean"
     _target_: str = "nmer_torchrl.configs._make_neighbor_pair_sampler"
+
+
+@dataclass
+class NeighborhoodSamplerConfig(NeighborPairSamplerConfig):
+    """Configuration of `NeighborhoodSampler`.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> instantiate(NeighborhoodSamplerConfig(k=5, metric="mahalanobis")).metric
+        Mahalanobis(shrinkage=0.01)
+    """
+
+    _target_: str = "nmer_torchrl.configs._make_neighborhood_sampler"
 
 
 @dataclass
@@ -77,6 +102,7 @@ class PrioritizedNeighborPairSamplerConfig(SamplerConfig):
     search: Any = "auto"
     keys: Any = None
     value_keys: Any = None
+    metric: Any = "euclidean"
     _target_: str = "nmer_torchrl.configs._make_prioritized_neighbor_pair_sampler"
 
 
@@ -117,7 +143,51 @@ class PairMixupConfig(TransformConfig):
     alpha: float = 0.75
     mix_keys: Any = None
     terminated_key: Any = None
+    fraction: Any = 1.0
     _target_: str = "nmer_torchrl.configs._make_pair_mixup"
+
+
+@dataclass
+class DeltaMixupConfig(PairMixupConfig):
+    """Configuration of `DeltaMixup`.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> instantiate(DeltaMixupConfig(alpha=1.0))
+        DeltaMixup(alpha=1.0)
+    """
+
+    observation_keys: Any = None
+    _target_: str = "nmer_torchrl.configs._make_delta_mixup"
+
+
+@dataclass
+class MeanMixupConfig(TransformConfig):
+    """Configuration of `MeanMixup`.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> instantiate(MeanMixupConfig())
+        MeanMixup()
+    """
+
+    mix_keys: Any = None
+    terminated_key: Any = None
+    fraction: Any = 1.0
+    _target_: str = "nmer_torchrl.configs._make_mean_mixup"
+
+
+@dataclass
+class NeighborhoodMixupConfig(PairMixupConfig):
+    """Configuration of `NeighborhoodMixup`.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> instantiate(NeighborhoodMixupConfig(alpha=1.0))
+        NeighborhoodMixup(alpha=1.0)
+    """
+
+    _target_: str = "nmer_torchrl.configs._make_neighborhood_mixup"
 
 
 @dataclass
@@ -194,8 +264,16 @@ def _key(key: Any) -> NestedKey:
     return key if isinstance(key, str) else tuple(key)
 
 
-def _make_neighbor_pair_sampler(k: int, search: Any, **keys: Any) -> NeighborPairSampler:
-    return NeighborPairSampler(k, search=search, **_given(**keys))
+def _make_neighbor_pair_sampler(
+    k: int, search: Any, metric: Any, **keys: Any
+) -> NeighborPairSampler:
+    return NeighborPairSampler(k, search=search, metric=make_metric(metric), **_given(**keys))
+
+
+def _make_neighborhood_sampler(
+    k: int, search: Any, metric: Any, **keys: Any
+) -> NeighborhoodSampler:
+    return NeighborhoodSampler(k, search=search, metric=make_metric(metric), **_given(**keys))
 
 
 def _make_random_pair_sampler(**keys: Any) -> RandomPairSampler:
@@ -203,10 +281,11 @@ def _make_random_pair_sampler(**keys: Any) -> RandomPairSampler:
 
 
 def _make_prioritized_neighbor_pair_sampler(
-    max_capacity: int, k: int, alpha: float, beta: float, eps: float, search: Any, **keys: Any
+    max_capacity: int, k: int, search: Any, metric: Any, keys: Any, value_keys: Any, **priority: Any
 ) -> PrioritizedNeighborPairSampler:
+    given = _given(keys=keys, value_keys=value_keys)
     return PrioritizedNeighborPairSampler(
-        max_capacity, k, alpha=alpha, beta=beta, eps=eps, search=search, **_given(**keys)
+        max_capacity, k, search=search, metric=make_metric(metric), **given, **priority
     )
 
 
@@ -219,9 +298,26 @@ def _make_temporal_pair_sampler(trajectory_key: Any, **keys: Any) -> TemporalPai
     return TemporalPairSampler(**_given(**keys), **_given_key(trajectory_key=trajectory_key))
 
 
-def _make_pair_mixup(alpha: float, mix_keys: Any, terminated_key: Any) -> PairMixup:
+def _fold(mix_keys: Any, terminated_key: Any, fraction: Any) -> dict[str, Any]:
+    """The arguments that folds share."""
     keys = _given(mix_keys=mix_keys) | _given_key(terminated_key=terminated_key)
-    return PairMixup(alpha, **keys)
+    return {**keys, "gates": make_gates(fraction, None, None)}
+
+
+def _make_pair_mixup(alpha: float, **options: Any) -> PairMixup:
+    return PairMixup(alpha, **_fold(**options))
+
+
+def _make_delta_mixup(alpha: float, observation_keys: Any, **options: Any) -> DeltaMixup:
+    return DeltaMixup(alpha, **_fold(**options), **_given(observation_keys=observation_keys))
+
+
+def _make_mean_mixup(**options: Any) -> MeanMixup:
+    return MeanMixup(**_fold(**options))
+
+
+def _make_neighborhood_mixup(alpha: float, **options: Any) -> NeighborhoodMixup:
+    return NeighborhoodMixup(alpha, **_fold(**options))
 
 
 def _make_state_mixup(alpha: float, **keys: Any) -> StateMixup:
@@ -245,6 +341,7 @@ def register() -> None:
     """Adds the configurations to Hydra's store, under TorchRL's groups."""
     store = ConfigStore.instance().store
     store(group="sampler", name="neighbor_pair", node=NeighborPairSamplerConfig)
+    store(group="sampler", name="neighborhood", node=NeighborhoodSamplerConfig)
     store(group="sampler", name="random_pair", node=RandomPairSamplerConfig)
     store(
         group="sampler",
@@ -254,6 +351,9 @@ def register() -> None:
     store(group="replay_buffer", name="pair_prioritized", node=PairPrioritizedReplayBufferConfig)
     store(group="sampler", name="temporal_pair", node=TemporalPairSamplerConfig)
     store(group="transform", name="pair_mixup", node=PairMixupConfig)
+    store(group="transform", name="delta_mixup", node=DeltaMixupConfig)
+    store(group="transform", name="mean_mixup", node=MeanMixupConfig)
+    store(group="transform", name="neighborhood_mixup", node=NeighborhoodMixupConfig)
     store(group="transform", name="state_mixup", node=StateMixupConfig)
     store(group="transform", name="amplitude_scaling", node=AmplitudeScalingConfig)
     store(group="transform", name="mixreg", node=MixRegConfig)

@@ -42,6 +42,21 @@ def _sample_beta_by_logarithms(
     return torch.sigmoid(first - second).float()
 
 
+def sample_dirichlet(
+    alpha: float,
+    shape: tuple[int, ...],
+    *,
+    generator: torch.Generator | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Weights `[..., n]` from a symmetric Dirichlet distribution, float32; each n sum to one."""
+    # By logarithms, as above: gamma draws of a small alpha leave float32.
+    concentration = torch.full(shape, alpha + 1.0, dtype=torch.float64, device=device)
+    gamma = torch._standard_gamma(concentration, generator=generator)
+    uniform = torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
+    return (gamma.log() + torch.log1p(-uniform) / alpha).softmax(-1).float()
+
+
 def mix(anchor: Tensor, partner: Tensor, weight: Tensor) -> Tensor:
     """Convex combination `weight * anchor + (1 - weight) * partner`.
 
@@ -50,6 +65,17 @@ def mix(anchor: Tensor, partner: Tensor, weight: Tensor) -> Tensor:
     if anchor.ndim != weight.ndim:
         weight = weight.reshape(weight.shape[:-1] + (1,) * (anchor.ndim - weight.ndim + 1))
     return torch.lerp(partner, anchor, weight.to(anchor.dtype))
+
+
+def combine(rows: Tensor, weight: Tensor) -> Tensor:
+    """Convex combinations of rows `[*B, n, ...]` by weights `[*B, n]`, `[*B, ...]`.
+
+    Taken as a step from the first row, so that a weight of 1 for it gives exactly that row.
+    """
+    dim = weight.ndim - 1
+    first = rows.narrow(dim, 0, 1)
+    shape = weight.shape + (1,) * (rows.ndim - weight.ndim)
+    return first.squeeze(dim) + ((rows - first) * weight.to(rows.dtype).reshape(shape)).sum(dim)
 
 
 def any_feature(flags: Tensor, batch_dims: int) -> Tensor:

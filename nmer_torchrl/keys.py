@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -115,3 +115,43 @@ def read_points(
     wide = any(part.dtype == torch.float64 for part in parts)
     points = torch.cat([part.to(torch.float64 if wide else torch.float32) for part in parts], 1)
     return points.masked_fill_(~finite.unsqueeze(1), torch.nan)
+
+
+def read_features(
+    data: TensorDictBase,
+    index: Tensor,
+    feature: Callable[[TensorDictBase], Tensor],
+    points: Tensor,
+) -> Tensor:
+    """Rows `[n]` of the data as points `[n, f]` that a function makes of them.
+
+    A row that is NaN in `points`, which come from `read_points`, is NaN here as well.
+    """
+    features = _call_feature(feature, data[index])
+    return features.masked_fill(points.isnan().any(-1, keepdim=True), torch.nan)
+
+
+def join_entries(
+    batch: TensorDictBase,
+    keys: Sequence[NestedKey],
+    feature: Callable[[TensorDictBase], Tensor] | None,
+) -> Tensor:
+    """Rows `[n]` of a batch as points: entries side by side `[n, d]`, or features `[n, f]`."""
+    if feature is not None:
+        return _call_feature(feature, batch)
+    parts = [get_continuous(batch, key, "keys").reshape(len(batch), -1) for key in keys]
+    return torch.cat(parts, 1)
+
+
+@torch.no_grad()
+def _call_feature(feature: Callable[[TensorDictBase], Tensor], rows: TensorDictBase) -> Tensor:
+    features = feature(rows)
+    good = isinstance(features, Tensor) and features.ndim == 2 and len(features) == len(rows)
+    if not good or not features.is_floating_point():
+        kind = type(features).__name__
+        found = f"{features.dtype} {tuple(features.shape)}" if kind == "Tensor" else kind
+        raise ValueError(
+            f"The feature function returned {found} for {len(rows)} rows, but it is to return "
+            f"floating-point points of shape ({len(rows)}, f)."
+        )
+    return features if features.dtype == torch.float64 else features.float()

@@ -7,13 +7,14 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from tensordict import NestedKey
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
-from nmer_torchrl.neighbors import NeighborSearch, PointTable, check_search, make_search
-from nmer_torchrl.rows import StoredRows
-from nmer_torchrl.standardize import RunningStandardizer
+from nmer_torchrl.keys import join_entries
+from nmer_torchrl.metrics import Euclidean, Metric, Space, View
+from nmer_torchrl.neighbors import NeighborSearch, check_search
+from nmer_torchrl.rows import StoredRows, stored_entries
 
 # Whom a search serves, by the search's id: a neighborhood keeps its search alive, so ids hold.
 _SERVES: weakref.WeakValueDictionary[int, Neighborhood] = weakref.WeakValueDictionary()
@@ -25,14 +26,25 @@ def check_k(k: int) -> None:
         raise ValueError(f"k={k!r}, but the number of neighbours is an integer, at least 1.")
 
 
+def check_metric(metric: Metric) -> Metric:
+    """Raises if this is no metric."""
+    if not isinstance(metric, Metric):
+        raise TypeError(
+            f"`metric` is {metric!r}, which is no metric; give an object such as Euclidean() or "
+            "Mahalanobis()."
+        )
+    return metric
+
+
 class Neighborhood:
-    """Keeps a neighbour search and the statistics in step with a storage.
+    """Keeps a neighbour search and the statistics of a metric in step with a storage.
 
     Args:
         k: Number of neighbours unless a call asks for another.
         search: `"auto"`, the name of a search, or an object that satisfies `NeighborSearch`.
         keys: Entries in which distances are measured.
         value_keys: Entries that must be finite, too, for a row to be anyone's neighbour.
+        metric: How far apart rows are; `Euclidean()` unless given.
     """
 
     def __init__(
@@ -41,57 +53,90 @@ class Neighborhood:
         search: str | NeighborSearch,
         keys: Sequence[NestedKey],
         value_keys: Sequence[NestedKey],
+        metric: Metric | None = None,
     ) -> None:
         check_k(k)
         check_search(search)
+        self.metric = Euclidean() if metric is None else check_metric(metric)
         self.k = k
         self._chosen = search
-        self.rows = StoredRows(keys, value_keys)
+        self.rows = StoredRows(keys, value_keys, self.metric.feature)
+        self.metric.check(search, self.rows.keys)
         self._warned = False
         self._saved: dict[str, Any] | None = None
         self._reset()
 
+        self._view: View | None = None
+
     def _reset(self) -> None:
-        self.statistics: RunningStandardizer | None = None
-        self.search: NeighborSearch | None = None
-        self._table = PointTable()
+        self.space: Space | None = None
+
+    @property
+    def search(self) -> NeighborSearch | None:
+        """The search, once there are rows."""
+        return None if self.space is None else self.space.search
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"k": self.k, "_chosen": self._chosen, "rows": self.rows, "_warned": self._warned}
+        names = ("k", "_chosen", "metric", "rows", "_warned")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._saved = None
+        self._saved = self._view = None
         self._reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the search wants to keep, if anything; the rest follows from the storage."""
-        state = getattr(self.search, "state_dict", None)
-        return {} if state is None else {"search": state()}
+        """What search and metric want to keep, if anything; the rest follows from the storage."""
+        return {} if self.space is None else self.space.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Reads the storage anew at the next query; then gives the search what it kept."""
+        """Reads the storage anew at the next query; then gives search and metric what they kept."""
         self.clear()
-        self._saved = state.get("search")
+        self._saved = dict(state)
 
     def clear(self) -> None:
         """Forgets all points; the next query reads the storage."""
-        if self.search is not None:
-            self.search.clear()
+        if self.space is not None:
+            self.space.search.clear()
         self.rows.forget()
         self._saved = None
         self._reset()
 
     def neighbors(self, index: Tensor, k: int | None = None) -> Tensor:
         """Positions `[q]` to `[q, k]`, nearest first, padded with -1; after `synchronize`."""
-        assert self.search is not None  # there is at least one row
-        assert self.statistics is not None
+        assert self.space is not None  # there is at least one row
         if _SERVES.get(id(self.search)) is not self:
             raise RuntimeError(
                 f"The {type(self.search).__name__} of this sampler has since been put to use by "
                 "another one, which replaced its points; give each sampler a search of its own."
             )
-        return self.search.query(index, self.k if k is None else k, self.statistics.scale)
+        found = self.space.query(index, self.k if k is None else k)
+        if len(index):
+            self._view = self.space.view()
+        return found
+
+    def embed(self, batch: TensorDictBase) -> Tensor:
+        """Rows `[*B]` to points `[*B, f]` whose Euclidean distance is that of the last query."""
+        return self._last_view().embed(self._points(batch))
+
+    def distances(self, batch: TensorDictBase) -> Tensor:
+        """Rows `[*B, 1 + m]` to distances `[*B, m]` of the first from the others, likewise."""
+        points = self._points(batch)
+        first, others = points[..., :1, :], points[..., 1:, :]
+        return self._last_view().distances(first, others)
+
+    def _last_view(self) -> View:
+        if self._view is None:
+            raise RuntimeError(
+                "There are no statistics yet to measure by, since nothing has been drawn; sample "
+                "from the buffer whose sampler this is first."
+            )
+        return self._view
+
+    def _points(self, batch: TensorDictBase) -> Tensor:
+        flat = batch.reshape(-1)
+        points = join_entries(flat, self.rows.keys, self.rows.feature)
+        return points.reshape(*batch.shape, -1)
 
     def synchronize(self, storage: Storage) -> None:
         """Takes up whatever has changed in the storage."""
@@ -100,31 +145,30 @@ class Neighborhood:
             self.clear()
             self._saved = saved
         for index, points in self.rows.changes(storage):
-            self._take(index, points, len(storage))
+            self._take(index, points, storage)
         saved, self._saved = self._saved, None
-        load = getattr(self.search, "load_state_dict", None)
-        if saved is not None and load is not None:
-            load(saved)
+        if saved and self.space is not None:
+            self.space.load_state_dict(saved)
 
-    def _take(self, index: Tensor, points: Tensor, length: int) -> None:
-        if self.search is None or self.statistics is None:
-            self.search = make_search(self._chosen, self.k, points.device)
-            self.search.clear()  # an object may have served before
-            _SERVES[id(self.search)] = self
-            self.statistics = RunningStandardizer(points.shape[1])
-            # Our own searches hold the points already; for another we keep them ourselves.
-            table = getattr(self.search, "table", None)
-            self._table = table if isinstance(table, PointTable) else PointTable()
+    def _take(self, index: Tensor, points: Tensor, storage: Storage) -> None:
+        if self.space is None:
+            self.space = self._open(points, storage)
+            self.space.search.clear()  # an object may have served before
+            _SERVES[id(self.space.search)] = self
         usable = points.isfinite().all(-1)
-        self._warn(index[~usable & (index < length)])
-        before, was_usable = self._table.read(index, points.shape[1])
+        self._warn(index[~usable & (index < len(storage))])
+        before, was_usable = self.space.table.read(index, points.shape[1])
         changed = (usable != was_usable) | (usable & (before != points).any(-1))
-        changed |= index >= self._table.size  # the search hears of every position
-        self.statistics.update(points[changed & usable], removed=before[changed & was_usable])
-        index, points = index[changed], points[changed]
-        if getattr(self.search, "table", None) is not self._table:
-            self._table.write(index, points)
-        self.search.write(index, points)
+        changed |= index >= self.space.table.size  # the search hears of every position
+        removed = before[changed & was_usable]
+        self.space.replace(index[changed], points[changed], removed)
+
+    def _open(self, points: Tensor, storage: Storage) -> Space:
+        widths: dict[NestedKey, int] = {"feature": points.shape[1]}
+        if self.metric.feature is None:
+            data = stored_entries(storage)
+            widths = {key: data[key][0].numel() for key in self.rows.keys}
+        return self.metric.open(self._chosen, self.k, widths, points.device)
 
     def _warn(self, unusable: Tensor) -> None:
         if self._warned or not len(unusable):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage, TensorStorage
 
 from nmer_torchrl import _compat
-from nmer_torchrl.keys import as_keys, read_points
+from nmer_torchrl.keys import as_keys, read_features, read_points
 
 _CHUNK = 65_536
 _MANY = 4_096  # announcements before they are gathered into one
@@ -29,13 +29,20 @@ class StoredRows:
     Args:
         keys: The entries that make up a point.
         value_keys: Entries that must be finite, too, for a row to be usable.
+        feature: What makes points of rows instead; the `keys` must be finite all the same.
     """
 
-    def __init__(self, keys: Sequence[NestedKey], value_keys: Sequence[NestedKey]) -> None:
+    def __init__(
+        self,
+        keys: Sequence[NestedKey],
+        value_keys: Sequence[NestedKey],
+        feature: Callable[[TensorDictBase], Tensor] | None = None,
+    ) -> None:
         self.keys = as_keys(keys, "keys")
         self.value_keys = as_keys(value_keys, "value_keys")
         if not self.keys:
             raise ValueError("`keys` is empty; name at least one entry to measure distances in.")
+        self.feature = feature
         self.forget()
 
     def forget(self) -> None:
@@ -95,16 +102,20 @@ class StoredRows:
         for index in changed.split(_CHUNK):
             kept = index[index < length]
             if len(kept):
-                yield kept, read_points(data, kept, self.keys, self.value_keys)
+                yield kept, self._read(data, kept)
             gone = index[index >= length]
             if len(gone):
-                width = read_points(data, gone[:1], self.keys, self.value_keys).shape[1]
+                width = self._read(data, gone[:1]).shape[1]
                 yield gone, torch.full((len(gone), width), torch.nan, device=gone.device)
         self._revision, self.length = revision, length
         self._announced, self._unconfirmed = [], None
 
+    def _read(self, data: TensorDictBase, index: Tensor) -> Tensor:
+        points = read_points(data, index, self.keys, self.value_keys)
+        return points if self.feature is None else read_features(data, index, self.feature, points)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"keys": self.keys, "value_keys": self.value_keys}
+        return {"keys": self.keys, "value_keys": self.value_keys, "feature": self.feature}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]

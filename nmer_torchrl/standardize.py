@@ -121,12 +121,14 @@ class RunningStandardizer:
             return np.zeros(self.d), np.zeros(self.d)
         n = float(self.count)
         (first, second), (first_rest, second_rest) = self._sum, self._rest
-        offset = first / n
+        # After large numbers have come and gone, what is left may be in the rests.
+        offset = (first + first_rest) / n
         square = offset * offset
-        variance = second / n - square
+        variance = (second + second_rest) / n - square
         if (variance > _CANCELS * square).all():  # no two terms are nearly equal
             mean, std = self._shift + offset, np.sqrt(variance)
         else:
+            offset = first / n
             back, back_rest = _exact_product(offset, np.float64(n))
             mean, error = _two_sum(self._shift, offset)
             mean = mean + (error + (((first - back) - back_rest) + first_rest) / n)

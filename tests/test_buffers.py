@@ -17,7 +17,13 @@ from torchrl.data import (
 
 from nmer_torchrl import (
     AmplitudeScaling,
+    DeltaMixup,
+    Euclidean,
     GaussianNoise,
+    GaussianProcess,
+    LinearFraction,
+    Mahalanobis,
+    MeanMixup,
     MixReg,
     NeighborPairSampler,
     PairMixup,
@@ -32,7 +38,12 @@ from nmer_torchrl.buffers import KINDS
 
 ROW_KINDS = ["per", "s4rl", "noisy", "ras", "ero"]
 PAIR_KINDS = [kind for kind in KINDS if kind not in ("uniform", *ROW_KINDS)]
-MIXED_KINDS = [kind for kind in PAIR_KINDS if kind not in ("mixreg", "interpolated_rewards")]
+NEIGHBORHOOD_KINDS = ["neighborhood", "gp"]  # of 10 neighbours unless told
+MIXED_KINDS = [
+    kind
+    for kind in PAIR_KINDS
+    if kind not in ("mixreg", "interpolated_rewards", *NEIGHBORHOOD_KINDS)
+]
 
 
 def make(kind="nmer", *, capacity=100, batch_size=16, seed=0, **options):
@@ -40,6 +51,13 @@ def make(kind="nmer", *, capacity=100, batch_size=16, seed=0, **options):
     return make_replay_buffer(
         kind, capacity=capacity, batch_size=batch_size, generator=generator, **options
     )
+
+
+def index_shape(kind):
+    """Of a batch of 16."""
+    if kind in NEIGHBORHOOD_KINDS:
+        return (16, 11)
+    return (16, 2) if kind in PAIR_KINDS else (16,)
 
 
 def assert_same_batch(first, second) -> None:
@@ -93,7 +111,7 @@ def test_each_kind_samples_rows(kind):
     assert batch.batch_size == (16,)
     assert batch["observation"].shape == (16, 3)
     assert ("mixup_weight" in set(batch.keys())) == (kind in (*PAIR_KINDS, "s4rl"))
-    assert batch["index"].shape == ((16, 2) if kind in PAIR_KINDS else (16,))
+    assert batch["index"].shape == index_shape(kind)
 
 
 @pytest.mark.parametrize(
@@ -112,12 +130,89 @@ def test_each_kind_samples_rows(kind):
         ("ras", {"action_bounds": (-1, 1)}),
         ("mixreg", {"low": 0.6}),
         ("interpolated_rewards", {"alpha": 0.75}),
+        ("mixup", {"metric": "euclidean"}),
+        ("mixup", {"max_distance": 1.0}),
+        ("neighborhood", {"interpolation": "mean"}),
+        ("nmer", {"noise": 1e-3}),
+        ("uniform", {"fraction": 0.5}),
     ],
 )
 def test_an_argument_without_use_is_refused(kind, option):
     (name,) = option
     with pytest.raises(ValueError, match=f"'{kind}' buffer has no use for {name}="):
         make(kind, **option)
+
+
+def test_metrics_by_word_mapping_and_object():
+    assert isinstance(make("nmer").sampler.metric, Euclidean)
+    for kind in ("1nn", "nmer", "per_nmer", "neighborhood", "gp", "interpolated_rewards"):
+        assert isinstance(make(kind, metric="mahalanobis").sampler.metric, Mahalanobis)
+    assert make(metric={"mahalanobis": {"shrinkage": 0.5}}).sampler.metric.shrinkage == 0.5
+    weighted = make(metric={"euclidean": {"weights": {"action": 0.5}}}).sampler.metric
+    assert weighted.weights == {"action": 0.5}
+    assert make(metric=weighted).sampler.metric is weighted
+    buffer = make(metric="product")
+    buffer.extend(make_transitions(50))
+    assert buffer.sample()["index"].shape == (16, 2)
+
+
+@pytest.mark.parametrize("kind", ["nmer", "mixup", "ct", "1nn", "per_nmer"])
+def test_interpolations_by_word(kind):
+    assert type(make(kind).transform[0]) is PairMixup
+    assert isinstance(make(kind, interpolation="mean").transform[0], MeanMixup)
+    delta = make(kind, interpolation="delta", alpha=0.3).transform[0]
+    assert isinstance(delta, DeltaMixup)
+    assert delta.alpha == 0.3
+    assert make(kind, interpolation="uniform").transform[0].alpha == 1
+
+
+def test_fractions_and_caps_by_number_and_mapping():
+    assert make("nmer", fraction=1.0).transform[0].gates == ()
+    (gate,) = make("mixup", fraction=0.5).transform[0].gates
+    assert gate.share == 0.5
+    linear = {"linear": {"first": 1.0, "last": 0.0, "rows": 1e6}}
+    (gate,) = make("gp", fraction=linear).transform[0].gates
+    assert gate.share == LinearFraction(1.0, 0.0, 1e6)
+    half = {"exponential": {"first": 1.0, "last": 0.0, "half_life": 100}}
+    assert make(fraction=half).transform[0].gates[0].share(100) == 0.5
+    dense = make(fraction={"density": {"first": 0.0, "last": 1.0, "rows": 100}}, max_distance=2.0)
+    cap, gate = dense.transform[0].gates
+    assert (cap.limit, cap.geometry, gate.share.sampler) == (2.0, dense.sampler, dense.sampler)
+    (cap,) = make("neighborhood", max_distance={"quantile": 0.9}).transform[0].gates
+    assert cap.quantile == 0.9
+    own = LinearFraction(0.5, 0.5, 1)
+    assert make(fraction=own).transform[0].gates[0].share is own
+
+
+def test_the_regression_by_its_numbers():
+    process = make("gp", lengthscale=3.0, noise=0.1, max_variance=0.5).transform[0].process
+    assert (process.lengthscale, process.noise, process.max_variance) == (3.0, 0.1, 0.5)
+    assert make("gp").transform[0].process == GaussianProcess()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("nmer", {"metric": "cosine"}, "metric 'cosine'; .* euclidean, mahalanobis, product"),
+        ("nmer", {"metric": {"mahalanobis": {"alpha": 1}}}, "mahalanobis.*'alpha'"),
+        ("nmer", {"metric": 3}, "metric=3; it is one of"),
+        ("nmer", {"metric": "product", "search": "graph"}, "does not serve ProductNorm"),
+        ("gp", {"metric": "product"}, "use 'euclidean' or 'mahalanobis'"),
+        ("nmer", {"interpolation": "cubic"}, "'cubic'; the known ones are beta, uniform, mean"),
+        ("nmer", {"interpolation": "mean", "alpha": 0.5}, "'mean' has no use for alpha=0.5"),
+        ("nmer", {"fraction": 1.5}, "share=1.5"),
+        ("nmer", {"fraction": "cosine"}, "fraction 'cosine'; .* linear, exponential, density"),
+        ("nmer", {"fraction": {"linear": {"first": 1}}}, "fraction='linear' with .*missing"),
+        ("nmer", {"max_distance": -1.0}, "limit=-1.0"),
+        ("nmer", {"max_distance": "far"}, "max_distance='far'"),
+        ("nmer", {"max_distance": {"share": 0.9}}, "max_distance={'share': 0.9}"),
+        ("ct", {"tuned": True, "fraction": 0.5}, "tuned=True has no use for fraction=0.5"),
+        ("ct", {"tuned": True, "interpolation": "mean"}, "tuned=True has no use for interpolation"),
+    ],
+)
+def test_bad_parts_are_named(kind, options, words):
+    with pytest.raises(ValueError, match=words):
+        make(kind, **options)
 
 
 def test_unknown_kinds_and_searches_list_the_known():
@@ -306,7 +401,7 @@ def test_a_copy_works_by_itself(kind, duplicate):
     twin = duplicate(buffer)
     twin.extend(make_transitions(20, seed=1))
     assert (len(buffer), len(twin)) == (50, 70)
-    assert twin.sample()["index"].shape == (16, 2)
+    assert twin.sample()["index"].shape == index_shape(kind)
     assert buffer.sample()["index"].max() < 50
 
 

@@ -2,6 +2,7 @@ import pytest
 from helpers import make_transitions
 from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from torchrl.trainers.algorithms.configs.data import (
     SamplerConfig,
@@ -11,7 +12,11 @@ from torchrl.trainers.algorithms.configs.transforms import TransformConfig
 
 from nmer_torchrl import (
     AmplitudeScaling,
+    DeltaMixup,
+    MeanMixup,
     MixReg,
+    NeighborhoodMixup,
+    NeighborhoodSampler,
     NeighborPairSampler,
     PairMixup,
     PairPrioritizedReplayBuffer,
@@ -23,7 +28,11 @@ from nmer_torchrl import (
 )
 from nmer_torchrl.configs import (
     AmplitudeScalingConfig,
+    DeltaMixupConfig,
+    MeanMixupConfig,
     MixRegConfig,
+    NeighborhoodMixupConfig,
+    NeighborhoodSamplerConfig,
     NeighborPairSamplerConfig,
     PairMixupConfig,
     PairPrioritizedReplayBufferConfig,
@@ -87,9 +96,35 @@ def test_configs_of_other_folds_make_their_objects():
     assert rewards.terminated_key == ("next", "end")
 
 
+def test_configs_of_metrics_and_interpolations_make_their_objects():
+    sampler = instantiate(
+        NeighborhoodSamplerConfig(k=4, metric={"mahalanobis": {"shrinkage": 0.1}})
+    )
+    assert isinstance(sampler, NeighborhoodSampler)
+    assert (sampler.k, sampler.metric.shrinkage) == (4, 0.1)
+    prioritized = PrioritizedNeighborPairSamplerConfig(max_capacity=9, metric="product", beta=0.7)
+    made = instantiate(prioritized)
+    assert (repr(made.metric), made.beta) == ("ProductNorm(action_keys=('action',))", 0.7)
+    delta = instantiate(DeltaMixupConfig(alpha=0.4, fraction=0.5))
+    assert isinstance(delta, DeltaMixup)
+    assert (delta.alpha, delta.gates[0].share) == (0.4, 0.5)
+    linear = {"linear": {"first": 1.0, "last": 0.0, "rows": 10}}
+    mean = instantiate(MeanMixupConfig(fraction=linear, terminated_key=["next", "end"]))
+    assert isinstance(mean, MeanMixup)
+    assert (mean.gates[0].share(10), mean.terminated_key) == (0.0, ("next", "end"))
+    assert isinstance(instantiate(NeighborhoodMixupConfig()), NeighborhoodMixup)
+    density = {"density": {"first": 0.0, "last": 1.0, "rows": 10}}
+    with pytest.raises(InstantiationException, match="make the buffer by make_replay_buffer"):
+        instantiate(PairMixupConfig(fraction=density))
+
+
 @pytest.mark.parametrize(
     ("group", "name"),
     [
+        ("sampler", "neighborhood"),
+        ("transform", "delta_mixup"),
+        ("transform", "mean_mixup"),
+        ("transform", "neighborhood_mixup"),
         ("sampler", "temporal_pair"),
         ("transform", "state_mixup"),
         ("transform", "amplitude_scaling"),

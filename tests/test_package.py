@@ -73,7 +73,9 @@ def test_wheel_installs_into_an_empty_environment(tmp_path):
     assert (site / "nmer_torchrl" / "py.typed").exists()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/composition.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/composition.md", "docs/metrics.md", "docs/interpolation.md"]
+)
 def test_examples_run_as_printed(page, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks

@@ -26,7 +26,7 @@ from common import checkpoint, collect, compiling, config, envs, evaluate, strea
 from common.replay import describe, draw, make_buffer  # noqa: E402
 from common.runs import Clock, Run  # noqa: E402
 
-from nmer_torchrl import TunedMixup, make_replay_buffer  # noqa: E402
+from nmer_torchrl import DeltaMixup, Mahalanobis, TunedMixup, make_replay_buffer  # noqa: E402
 from nmer_torchrl.buffers import KINDS  # noqa: E402
 
 METHODS = {"U": "uniform", "NMER": "nmer"}
@@ -481,8 +481,31 @@ def test_every_method_trains(tmp_path, recipe, method):
     for name in ("train/loss_qvalue", "train/loss_actor", "eval/return"):
         assert np.isfinite([float(row[name]) for row in rows[1:]]).all()
     mixes = method in ("nmer", "1nn", "mixup", "per_nmer", "mixreg", "interpolated_rewards")
-    mixes |= method in ("ct", "s4rl")
+    mixes |= method in ("ct", "s4rl", "neighborhood", "gp")
     assert (float(rows[-1]["replay/mixed"]) > 0.3) == mixes
+
+
+def test_metrics_and_interpolations_by_override():
+    overrides = [
+        "replay.metric=mahalanobis",
+        "replay.fraction={linear:{first:1.0,last:0.5,rows:1e6}}",
+        "replay.interpolation=delta",
+        "replay.max_distance={quantile:0.9}",
+    ]
+    buffer = make_buffer(make_config("sac", *overrides), seed=0)
+    assert isinstance(buffer.sampler.metric, Mahalanobis)
+    (fold,) = buffer.transform
+    assert isinstance(fold, DeltaMixup)
+    assert [repr(gate) for gate in fold.gates] == [
+        "QuantileCap(quantile=0.9)",
+        "Fraction(LinearFraction(first=1.0, last=0.5, rows=1000000.0))",
+    ]
+    weights = "replay.metric={euclidean:{weights:{action:0.5}}}"
+    buffer = make_buffer(make_config("td3", "replay=neighborhood", weights), seed=0)
+    assert buffer.sampler.metric.weights == {"action": 0.5}
+    assert make_buffer(make_config("sac", "replay=nmer"), seed=0).transform[0].alpha == 0.75
+    with pytest.raises(config.UsageError, match="Unknown metric 'cosine'"):
+        make_buffer(make_config("sac", "replay.metric=cosine"), seed=0)
 
 
 def test_continuous_transition_learns_its_alpha_where_it_is_asked_to():

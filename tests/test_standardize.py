@@ -78,6 +78,15 @@ def test_wide_data_replaced_by_narrow_data_leaves_no_rounding():
     assert_same_statistics(stats, narrow)
 
 
+def test_one_wide_point_among_few_narrow_ones_leaves_no_rounding():
+    wide, narrow = torch.full((1, 1), 1234567.0), torch.tensor([[0.001], [0.803]])
+    stats = RunningStandardizer(1)
+    stats.update(narrow[:1])
+    stats.update(wide)
+    stats.update(narrow[1:], removed=wide)
+    assert_same_statistics(stats, narrow)
+
+
 def test_mean_far_from_the_first_points_loses_nothing():
     stats = RunningStandardizer(1)
     stats.update(torch.zeros(1, 1, dtype=torch.float64))

@@ -3,83 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import NestedKey
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import RandomSampler, Sampler, Storage
-from torchrl.envs.transforms import Transform
+from torchrl.data.replay_buffers import Storage
 
+from nmer_torchrl.buffers.options import (
+    DistanceOption,
+    FractionOption,
+    MetricOption,
+    check_interpolation,
+    check_tuned,
+)
+from nmer_torchrl.buffers.parts import Options, make_sampler, make_transform
 from nmer_torchrl.buffers.prioritized import PairPrioritizedReplayBuffer
-from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS, Roles, as_keys, as_roles
+from nmer_torchrl.keys import as_keys
 from nmer_torchrl.neighbors import NeighborSearch
 from nmer_torchrl.rows import check_layout
-from nmer_torchrl.samplers import (
-    CheckedPrioritizedSampler,
-    NeighborPairSampler,
-    PairSampler,
-    PrioritizedNeighborPairSampler,
-    RandomPairSampler,
-    ReplayOptimizationSampler,
-    SpreadSampler,
-    TemporalPairSampler,
-)
+from nmer_torchrl.samplers import PairSampler
 from nmer_torchrl.storages import PairStorage
-from nmer_torchrl.transforms import (
-    AmplitudeScaling,
-    GaussianNoise,
-    MixReg,
-    PairMixup,
-    RewardMean,
-    StateMixup,
-    TunedMixup,
-)
 
 _KEYS = frozenset({"keys", "value_keys"})
 _FOLD = _KEYS | {"alpha", "terminated_key"}
+_PAIRS = _FOLD | {"fraction", "interpolation"}
+_NEAR = frozenset({"search", "metric", "fraction", "max_distance"})
 _PRIORITY = frozenset({"priority_alpha", "priority_beta", "priority_eps"})
 # What each kind of buffer has a use for, beyond what every buffer has.
 KINDS: dict[str, frozenset[str]] = {
     "uniform": frozenset(),
     "per": _PRIORITY,
-    "mixup": _FOLD,
-    "1nn": _FOLD | {"search"},
-    "nmer": _FOLD | {"k", "search"},
-    "per_nmer": _FOLD | _PRIORITY | {"k", "search"},
-    "ct": _FOLD | {"tuned"},
+    "mixup": _PAIRS,
+    "1nn": _PAIRS | _NEAR,
+    "nmer": _PAIRS | _NEAR | {"k"},
+    "per_nmer": _PAIRS | _NEAR | _PRIORITY | {"k"},
+    "neighborhood": _FOLD | _NEAR | {"k"},
+    "gp": _FOLD | _NEAR | {"k", "lengthscale", "noise", "max_variance"},
+    "ct": _PAIRS | {"tuned"},
     "s4rl": _KEYS | {"alpha"},
     "noisy": _KEYS | {"sigma", "action_bounds", "terminated_key"},
     "ras": _KEYS | {"low", "high"},
     "mixreg": _KEYS | {"alpha"},
-    "interpolated_rewards": _KEYS | {"k", "search", "terminated_key"},
+    "interpolated_rewards": _KEYS | {"k", "search", "metric", "terminated_key"},
     "ero": _KEYS,
 }
 _ALPHAS = {"mixreg": 0.2}  # of those whose source has another
-
-
-class _Options(NamedTuple):
-    """What depends on the kind, with its default."""
-
-    k: int = 10
-    alpha: float = 0.75
-    tuned: bool = False
-    search: str | NeighborSearch = "auto"
-    keys: tuple[NestedKey, ...] = POINT_KEYS
-    value_keys: tuple[NestedKey, ...] = VALUE_KEYS
-    terminated_key: NestedKey = TERMINATED_KEY
-    sigma: float = 0.1
-    action_bounds: tuple[float, float] = (-1.0, 1.0)
-    low: float = 0.6
-    high: float = 1.2
-    priority_alpha: float = 0.6
-    priority_beta: float = 0.4
-    priority_eps: float = 1e-6
-
-    @property
-    def roles(self) -> Roles:
-        """Which of the keys are observations, actions and rewards."""
-        return as_roles(self.keys, self.value_keys)
 
 
 def make_replay_buffer(
@@ -91,6 +60,13 @@ def make_replay_buffer(
     alpha: float | None = None,
     tuned: bool | None = None,
     search: str | NeighborSearch | None = None,
+    metric: MetricOption | None = None,
+    interpolation: str | None = None,
+    fraction: FractionOption | None = None,
+    max_distance: DistanceOption | None = None,
+    lengthscale: float | None = None,
+    noise: float | None = None,
+    max_variance: float | None = None,
     keys: Sequence[NestedKey] | None = None,
     value_keys: Sequence[NestedKey] | None = None,
     terminated_key: NestedKey | None = None,
@@ -116,6 +92,8 @@ def make_replay_buffer(
     | `"1nn"` | uniform | the nearest neighbour | mixed |
     | `"nmer"` | uniform | one of the k nearest neighbours | mixed |
     | `"per_nmer"` | by priority | one of the k nearest neighbours | mixed |
+    | `"neighborhood"` | uniform | all k nearest neighbours | mixed by Dirichlet weights |
+    | `"gp"` | uniform | all k nearest neighbours | inputs mixed, outcomes predicted |
     | `"ct"` | uniform | what followed in the episode | mixed |
     | `"s4rl"` | uniform | none | observation mixed with the next one |
     | `"noisy"` | uniform | none | with Gaussian noise |
@@ -137,10 +115,23 @@ def make_replay_buffer(
         capacity: Number of rows that the buffer holds before it overwrites the oldest.
         batch_size: Number of rows that `sample()` returns.
         k: Number of neighbours; 10 unless given.
-        alpha: Parameter of the Beta distribution of the weights; 0.75 unless given, for `"mixreg"`
-            0.2, and 1 where it is tuned.
+        alpha: Parameter of the Beta distribution of the weights, of whole neighbourhoods of the
+            Dirichlet distribution; 0.75 unless given, for `"mixreg"` 0.2, and 1 where it is tuned.
         tuned: Whether alpha is learned, for `"ct"` (see `TunedMixup`).
         search: The neighbour search (see `NeighborPairSampler`); `"auto"` unless given.
+        metric: How far apart rows are: `"euclidean"` unless given, `"mahalanobis"`, `"product"`,
+            with arguments as in `{"euclidean": {"weights": {"action": 0.5}}}`, or a metric.
+        interpolation: `"beta"` unless given; `"uniform"` for weights that are all alike likely
+            (SMOTE), `"mean"` for one half, `"delta"` to mix the change of state (`DeltaMixup`).
+        fraction: Share of rows that are mixed; 1 unless given. A schedule such as
+            `LinearFraction(...)`, or `{"linear": {...}}`, `{"exponential": {...}}`,
+            `{"density": {...}}` with its arguments, moves it as training goes on.
+        max_distance: Distance beyond which pairs stay unmixed, or `{"quantile": 0.9}` for that of
+            most pairs drawn of late; none unless given.
+        lengthscale: Of the regression of `"gp"`, as `noise` and `max_variance`: see
+            `GaussianProcess`.
+        noise: See there.
+        max_variance: See there.
         keys: Entries in which neighbours are measured; `["observation", "action"]` unless given.
         value_keys: Entries that are mixed besides `keys`; next observation and reward unless given.
         terminated_key: The flag that keeps a pair unmixed; `("next", "terminated")` unless given.
@@ -172,6 +163,13 @@ def make_replay_buffer(
         "alpha": alpha,
         "tuned": tuned,
         "search": search,
+        "metric": metric,
+        "interpolation": interpolation,
+        "fraction": fraction,
+        "max_distance": max_distance,
+        "lengthscale": lengthscale,
+        "noise": noise,
+        "max_variance": max_variance,
         "keys": keys,
         "value_keys": value_keys,
         "terminated_key": terminated_key,
@@ -191,6 +189,8 @@ def make_replay_buffer(
                 f"A {kind!r} buffer has no use for {name}={value!r}; leave it out. "
                 f"Of the arguments that depend on the kind it takes {uses}."
             )
+    check_interpolation(given)
+    check_tuned(given)
     for name, count in (("capacity", capacity), ("batch_size", batch_size)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(
@@ -199,8 +199,8 @@ def make_replay_buffer(
     for name in _KEYS & given.keys():
         given[name] = as_keys(given[name], name)
     default = 1.0 if tuned else _ALPHAS.get(kind, 0.75)
-    options = _Options(**{"alpha": default, **given})
-    sampler = _make_sampler(kind, capacity, options)
+    options = Options(**{"alpha": default, **given})
+    sampler = make_sampler(kind, capacity, options)
     make = PairStorage if isinstance(sampler, PairSampler) else LazyTensorStorage
     storage = _make_storage(make, capacity, device, storage)
     if kind not in ("uniform", "per"):
@@ -209,101 +209,11 @@ def make_replay_buffer(
     return buffer(
         storage=storage,
         sampler=sampler,
-        transform=_make_transform(kind, sampler, generator, options),
+        transform=make_transform(kind, sampler, generator, options),
         batch_size=batch_size,
         prefetch=prefetch,
         generator=generator,
     )
-
-
-def _make_sampler(kind: str, capacity: int, options: _Options) -> Sampler:
-    keys = {"keys": options.keys, "value_keys": options.value_keys}
-    priority = {
-        "alpha": options.priority_alpha,
-        "beta": options.priority_beta,
-        "eps": options.priority_eps,
-    }
-    match kind:
-        case "per":
-            return CheckedPrioritizedSampler(capacity, **priority)
-        case "mixup" | "mixreg":
-            return RandomPairSampler(**keys)
-        case "1nn":
-            return NeighborPairSampler(1, search=options.search, **keys)
-        case "nmer" | "interpolated_rewards":
-            return NeighborPairSampler(options.k, search=options.search, **keys)
-        case "per_nmer":
-            return PrioritizedNeighborPairSampler(
-                capacity,
-                options.k,
-                search=options.search,
-                keys=options.keys,
-                value_keys=options.value_keys,
-                **priority,
-            )
-        case "ct":
-            return TemporalPairSampler(**keys)
-        case "noisy":
-            return SpreadSampler(keys=(*options.keys, *options.value_keys))
-        case "ero":
-            rewards = options.roles.rewards
-            if len(rewards) != 1:
-                raise ValueError(
-                    f"An 'ero' buffer scores rows by one reward, but `value_keys` names {rewards} "
-                    "besides next observations; name exactly one."
-                )
-            return ReplayOptimizationSampler(reward_key=rewards[0])
-        case _:
-            return RandomSampler()
-
-
-def _make_transform(
-    kind: str, sampler: Sampler, generator: torch.Generator | None, options: _Options
-) -> Transform | None:
-    if kind in ("uniform", "per", "ero"):
-        return None
-    end = options.terminated_key
-    if kind == "interpolated_rewards":
-        return RewardMean(reward_keys=options.roles.rewards, terminated_key=end)
-    own = _spawn(generator)
-    match kind:
-        case "mixreg":
-            return MixReg(options.alpha, generator=own, mix_keys=options.keys)
-        case "s4rl":
-            observations = options.roles.observations
-            return StateMixup(options.alpha, generator=own, observation_keys=observations)
-        case "ras":
-            return AmplitudeScaling(
-                options.low,
-                options.high,
-                generator=own,
-                observation_keys=options.roles.observations,
-            )
-        case "noisy":
-            assert isinstance(sampler, SpreadSampler)
-            return GaussianNoise(
-                options.sigma,
-                spread=sampler.spread,
-                generator=own,
-                action_keys=options.roles.actions,
-                action_bounds=options.action_bounds,
-                terminated_key=end,
-            )
-        case "ct" if options.tuned:
-            return TunedMixup(
-                options.alpha,
-                generator=own,
-                keys=options.keys,
-                value_keys=options.value_keys,
-                terminated_key=end,
-            )
-        case _:
-            return PairMixup(
-                options.alpha,
-                generator=own,
-                mix_keys=(*options.keys, *options.value_keys),
-                terminated_key=end,
-            )
 
 
 def _make_storage(
@@ -324,12 +234,3 @@ def _make_storage(
             "give it to the storage that you pass instead."
         )
     return storage
-
-
-def _spawn(generator: torch.Generator | None) -> torch.Generator | None:
-    """A new generator whose seed is drawn from the given one."""
-    if generator is None:
-        return None
-    device = generator.device
-    seed = torch.randint(2**62, (), generator=generator, device=device, dtype=torch.int64)
-    return torch.Generator(device).manual_seed(int(seed))

@@ -8,6 +8,8 @@ row is searched again over all points.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,17 @@ def squared_distances(table: PointTable, index: Tensor, others: Tensor, scale: T
     points, valid = table.rows()
     absent = (others < 0) | ~valid[others]
     difference = points[others].double() - points[index].double().unsqueeze(1)
-    return (difference * scale).square_().sum(-1).masked_fill_(absent, torch.inf)
+    return squared_norms(difference, scale).masked_fill_(absent, torch.inf)
+
+
+def squared_norms(differences: Tensor, scale: Tensor) -> Tensor:
+    """`[..., d]` to the squared norms `[...]` of `differences * scale`; of g scales, their product.
+
+    The scale is `[d]`, or `[g, d]`.
+    """
+    if scale.ndim == 1:
+        return (differences * scale).square_().sum(-1)
+    return (differences.unsqueeze(-2) * scale).square_().sum(-1).prod(-1)
 
 
 def nearest(distances: Tensor, others: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -64,16 +76,16 @@ def refine(
 def scan(table: PointTable, index: Tensor, k: int, scale: Tensor) -> Tensor:
     """Exact neighbours `[q, k]` by float64 differences to every point: slow, always right."""
     points, valid = table.rows()
-    scaled = points.double() * scale
+    scaled = [points.double() * part for part in scale.reshape(-1, points.shape[1])]
     chunks = index.split(max(1, BLOCK // max(len(points), 1)))
     return torch.cat([_scan(scaled, valid, chunk, k) for chunk in chunks])
 
 
-def _scan(scaled: Tensor, valid: Tensor, index: Tensor, k: int) -> Tensor:
-    distances = torch.cdist(
-        scaled[index], scaled, compute_mode="donot_use_mm_for_euclid_dist"
-    ).masked_fill_(~valid, torch.inf)
+def _scan(scaled: list[Tensor], valid: Tensor, index: Tensor, k: int) -> Tensor:
+    mode = "donot_use_mm_for_euclid_dist"
+    norms = [torch.cdist(points[index], points, compute_mode=mode) for points in scaled]
+    distances = functools.reduce(Tensor.mul_, norms).masked_fill_(~valid, torch.inf)
     distances.scatter_(1, index.unsqueeze(1), torch.inf)
-    positions = torch.arange(len(scaled), device=index.device).expand(len(index), -1)
+    positions = torch.arange(len(valid), device=index.device).expand(len(index), -1)
     neighbors = nearest(distances, positions, k)[1]
     return neighbors.masked_fill_(~valid[index].unsqueeze(1), -1)

@@ -19,7 +19,8 @@ class KeOpsSearch:
 
     The scale enters the formula as a parameter, so that stored points are never rewritten. KeOps
     compiles the formula once per number of dimensions (some seconds, with a C++ compiler on the
-    CPU) and keeps the result in its cache for later runs.
+    CPU) and keeps the result in its cache for later runs. A scale may also be `[g, d]`: nearest is
+    then by the product of g norms.
 
     Examples:
         >>> import torch
@@ -29,6 +30,8 @@ class KeOpsSearch:
         tensor([[1, 2],
                 [2, 1]])
     """
+
+    products = True  # whether a scale may be [g, d]
 
     def __init__(self) -> None:
         _import_pykeops()
@@ -70,8 +73,12 @@ class KeOpsSearch:
     def _nearest(queries: Tensor, points: Tensor, k: int, scale: Tensor) -> Tensor:
         lazy = _import_pykeops().LazyTensor
         rows, columns = lazy(queries.contiguous()[:, None]), lazy(points.contiguous()[None])
-        scaled = (rows - columns) * lazy(scale.to(points.dtype)[None, None])
-        return (scaled**2).sum(-1).argKmin(k, dim=1)
+        squared = None
+        for part in scale.to(points.dtype).reshape(-1, points.shape[1]):
+            scaled = (((rows - columns) * lazy(part[None, None])) ** 2).sum(-1)
+            squared = scaled if squared is None else squared * scaled
+        assert squared is not None
+        return squared.argKmin(k, dim=1)
 
 
 def _import_pykeops() -> ModuleType:

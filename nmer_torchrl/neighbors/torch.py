@@ -15,6 +15,8 @@ _SPARE = 8  # candidates beyond k, so that rounding rarely asks for a second sea
 class TorchSearch:
     """Exact nearest neighbours by blocks of matrix products, with nothing but torch.
 
+    A scale may also be `[g, d]`: nearest is then by the product of g norms.
+
     Each query costs a product of `[q, d]` with all stored points. Memory beyond the points stays
     near 64 MB whatever the numbers of queries and of points.
 
@@ -26,6 +28,8 @@ class TorchSearch:
         tensor([[1, 2],
                 [2, 1]])
     """
+
+    products = True  # whether a scale may be [g, d]
 
     def __init__(self) -> None:
         self.table = PointTable()
@@ -49,21 +53,20 @@ class TorchSearch:
         # The origin is free to choose: amid the queries, norms and with them rounding stay small.
         center = points[index].double().mean(0)
 
-        def standardize(rows: Tensor) -> Tensor:
-            return ((rows - center) * scale).float()
-
-        keep = 1.0 - relative_error(points.shape[1])
-        queries = standardize(points[index])
-        query_norms = keep * queries.square().sum(-1, keepdim=True)
-        bounds = queries.new_empty((len(index), 0))
+        parts = [
+            _Bounds((points[index] - center) * part, part, center)
+            for part in scale.reshape(-1, points.shape[1])
+        ]
+        bounds = torch.empty((len(index), 0), device=index.device)
         candidates = index.new_empty((len(index), 0))
         step = BLOCK // max(len(index), points.shape[1])
         for start in range(0, len(points), step):
-            block = standardize(points[start : start + step])
-            norms = keep * block.square().sum(-1)
-            norms.masked_fill_(~valid[start : start + step], torch.inf)
-            # Lower bounds of the squared distances, so that what is left out is beyond the last.
-            block_bounds = torch.addmm(query_norms + norms, queries, block.T, alpha=-2.0)
+            block, there = points[start : start + step], valid[start : start + step]
+            block_bounds = parts[0].to(block)
+            for part in parts[1:]:
+                block_bounds = block_bounds.clamp_min_(0.0) * part.to(block).clamp_min_(0.0)
+            if not there.all():
+                block_bounds.masked_fill_(~there, torch.inf)
             inside = (index >= start) & (index < start + len(block))
             block_bounds[inside, index[inside] - start] = torch.inf
             best, column = block_bounds.topk(min(k + _SPARE, len(block)), largest=False)
@@ -78,3 +81,18 @@ class TorchSearch:
             frontier = bounds.amax(1)
         candidates = candidates.masked_fill(bounds.isinf(), -1)
         return refine(self.table, index, candidates, frontier, k, scale)
+
+
+class _Bounds:
+    """Lower bounds of squared distances, so that what is left out is beyond the last candidate."""
+
+    def __init__(self, queries: Tensor, scale: Tensor, center: Tensor) -> None:
+        self.queries, self.scale, self.center = queries.float(), scale, center
+        self.keep = 1.0 - relative_error(queries.shape[1])
+        self.norms = self.keep * self.queries.square().sum(-1, keepdim=True)
+
+    def to(self, points: Tensor) -> Tensor:
+        """Bounds `[q, n]` of the distances of the queries to points `[n, d]`."""
+        points = ((points - self.center) * self.scale).float()
+        norms = self.keep * points.square().sum(-1)
+        return torch.addmm(self.norms + norms, self.queries, points.T, alpha=-2.0)

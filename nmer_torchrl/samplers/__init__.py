@@ -2,11 +2,12 @@
 
 A pair sampler returns an index `[B, 2]` of storage positions, anchor and partner. The storage then
 yields a `[B, 2]` batch, which a fold such as `PairMixup` turns into `[B]`. An anchor without a
-partner is paired with itself.
+partner is paired with itself. A sampler of neighbourhoods does the same with `[B, 1 + k]`.
 """
 
 from nmer_torchrl.samplers.base import PairSampler
 from nmer_torchrl.samplers.neighbor import NeighborPairSampler
+from nmer_torchrl.samplers.neighborhood import NeighborhoodSampler
 from nmer_torchrl.samplers.optimization import ReplayOptimizationSampler
 from nmer_torchrl.samplers.prioritized import (
     CheckedPrioritizedSampler,
@@ -19,6 +20,7 @@ from nmer_torchrl.samplers.temporal import TemporalPairSampler
 __all__ = [
     "CheckedPrioritizedSampler",
     "NeighborPairSampler",
+    "NeighborhoodSampler",
     "PairSampler",
     "PrioritizedNeighborPairSampler",
     "RandomPairSampler",

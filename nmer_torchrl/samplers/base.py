@@ -53,6 +53,11 @@ class FollowingSampler(LockedSampler):
         self._rows = rows
         LockedSampler.__init__(self)  # not by `super`: a sampler of priorities may come next
 
+    @property
+    def stored(self) -> int:
+        """Number of rows that were stored at the last draw."""
+        return self._rows.length
+
     @abstractmethod
     def _synchronize(self, storage: Storage) -> None:
         """Takes up whatever has changed in the storage."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tensordict import NestedKey
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from nmer_torchrl import _compat
 from nmer_torchrl.functional import choose_neighbor
 from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS
+from nmer_torchrl.metrics import Metric
 from nmer_torchrl.neighborhood import Neighborhood, check_k
 from nmer_torchrl.neighbors import NeighborSearch
 from nmer_torchrl.samplers.base import PairSampler, check_positions
@@ -21,9 +22,10 @@ class NeighborPairSampler(PairSampler):
     """Pairs a uniform anchor with one of its k nearest neighbours among all that is stored now.
 
     Nearest by the Euclidean distance over Z-scored, concatenated entries (by default observation
-    and action). The Z-scores are those of the rows stored now: they follow every write and every
-    overwrite. With fewer than k others stored the partner is one of those there are; with none,
-    the anchor itself. Rows with a non-finite entry are never partners and have none.
+    and action), or by another metric. The Z-scores are those of the rows stored now: they follow
+    every write and every overwrite. With fewer than k others stored the partner is one of those
+    there are; with none, the anchor itself. Rows with a non-finite entry are never partners and
+    have none.
 
     Args:
         k: Number of neighbours to choose from.
@@ -34,6 +36,8 @@ class NeighborPairSampler(PairSampler):
         keys: Entries in which distances are measured; they may be nested and of any shape.
         value_keys: Entries that must be finite, too, for a row to be a partner: what the transform
             mixes beyond `keys`.
+        metric: How far apart rows are: `Euclidean()`, the default, `Mahalanobis()`,
+            `ProductNorm()`, or either of the first two in a `FeatureSpace`.
 
     Examples:
         >>> import torch
@@ -70,14 +74,20 @@ class NeighborPairSampler(PairSampler):
         search: str | NeighborSearch = "auto",
         keys: Sequence[NestedKey] = POINT_KEYS,
         value_keys: Sequence[NestedKey] = VALUE_KEYS,
+        metric: Metric | None = None,
     ) -> None:
-        self._neighborhood = Neighborhood(k, search, keys, value_keys)
+        self._neighborhood = Neighborhood(k, search, keys, value_keys, metric)
         super().__init__(self._neighborhood.rows)
 
     @property
     def k(self) -> int:
         """Number of neighbours to choose from."""
         return self._neighborhood.k
+
+    @property
+    def metric(self) -> Metric:
+        """How far apart rows are."""
+        return self._neighborhood.metric
 
     def neighbors(self, storage: Storage, index: Tensor, k: int | None = None) -> Tensor:
         """Positions `[q]` to the positions `[q, k]` of their nearest others, nearest first.
@@ -91,6 +101,26 @@ class NeighborPairSampler(PairSampler):
         with self._lock:
             self._neighborhood.synchronize(storage)
             return self._neighborhood.neighbors(index, k)
+
+    def embed(self, batch: TensorDictBase) -> Tensor:
+        """Rows `[*B]` to points `[*B, f]` whose Euclidean distance is the metric's, float64.
+
+        By the statistics of the last draw. Rows need not be stored ones; there are no such points
+        for `ProductNorm`.
+        """
+        return self._neighborhood.embed(batch)
+
+    def distances(self, batch: TensorDictBase) -> Tensor:
+        """Rows `[*B, 1 + m]` to the distances `[*B, m]` of the first from the others, float64.
+
+        By the statistics of the last draw; of a batch of pairs, m is 1.
+        """
+        return self._neighborhood.distances(batch)
+
+    def refresh(self) -> None:
+        """Has the next draw read all rows anew, such as when the function of a metric changed."""
+        with self._lock:
+            self._neighborhood.clear()
 
     def _synchronize(self, storage: Storage) -> None:
         self._neighborhood.synchronize(storage)

@@ -14,6 +14,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 from nmer_torchrl import _compat
 from nmer_torchrl.functional import mean_by_position, pair_priorities
 from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS
+from nmer_torchrl.metrics import Metric
 from nmer_torchrl.neighbors import NeighborSearch
 from nmer_torchrl.samplers.neighbor import NeighborPairSampler
 
@@ -197,6 +198,7 @@ class PrioritizedNeighborPairSampler(NeighborPairSampler, CheckedPrioritizedSamp
         search: The neighbour search, as in `NeighborPairSampler`.
         keys: Entries in which distances are measured, as in `NeighborPairSampler`.
         value_keys: Entries that must be finite in a partner, as in `NeighborPairSampler`.
+        metric: How far apart rows are, as in `NeighborPairSampler`.
 
     Examples:
         >>> from nmer_torchrl import PrioritizedNeighborPairSampler
@@ -215,9 +217,12 @@ class PrioritizedNeighborPairSampler(NeighborPairSampler, CheckedPrioritizedSamp
         search: str | NeighborSearch = "auto",
         keys: Sequence[NestedKey] = POINT_KEYS,
         value_keys: Sequence[NestedKey] = VALUE_KEYS,
+        metric: Metric | None = None,
     ) -> None:
         CheckedPrioritizedSampler.__init__(self, max_capacity, alpha, beta, eps)
-        NeighborPairSampler.__init__(self, k, search=search, keys=keys, value_keys=value_keys)
+        NeighborPairSampler.__init__(
+            self, k, search=search, keys=keys, value_keys=value_keys, metric=metric
+        )
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """Positions `[B, 2]` of anchors by priority and partners, and their weights `[B, 2]`."""

@@ -1,19 +1,42 @@
 """Transforms of a replay buffer: how a pair becomes one row, and what is done to a row."""
 
 from nmer_torchrl.transforms.amplitude import AmplitudeScaling
+from nmer_torchrl.transforms.gates import DistanceCap, Fraction, Gate, Geometry, QuantileCap
+from nmer_torchrl.transforms.gaussian_process_mixup import GaussianProcessMixup
+from nmer_torchrl.transforms.interpolation import DeltaMixup, MeanMixup
 from nmer_torchrl.transforms.mixreg import MixReg
+from nmer_torchrl.transforms.neighborhood_mixup import NeighborhoodMixup
 from nmer_torchrl.transforms.noise import GaussianNoise
 from nmer_torchrl.transforms.pair_mixup import PairMixup
 from nmer_torchrl.transforms.reward import RewardMean
+from nmer_torchrl.transforms.schedules import (
+    DensityFraction,
+    ExponentialFraction,
+    LinearFraction,
+    Schedule,
+)
 from nmer_torchrl.transforms.state_mixup import StateMixup
 from nmer_torchrl.transforms.tuned_mixup import TunedMixup
 
 __all__ = [
     "AmplitudeScaling",
+    "DeltaMixup",
+    "DensityFraction",
+    "DistanceCap",
+    "ExponentialFraction",
+    "Fraction",
+    "Gate",
     "GaussianNoise",
+    "GaussianProcessMixup",
+    "Geometry",
+    "LinearFraction",
+    "MeanMixup",
     "MixReg",
+    "NeighborhoodMixup",
     "PairMixup",
+    "QuantileCap",
     "RewardMean",
+    "Schedule",
     "StateMixup",
     "TunedMixup",
 ]

@@ -15,6 +15,7 @@ from torchrl.envs.transforms import Transform
 from nmer_torchrl import _compat
 from nmer_torchrl.functional import all_finite, any_feature, mix
 from nmer_torchrl.keys import as_keys, get_continuous, get_entry
+from nmer_torchrl.transforms.gates import Gate
 from nmer_torchrl.transforms.n_step import check_n_step
 
 # TorchRL's MultiStepTransform writes these: targets that look a different number of steps ahead, or
@@ -71,20 +72,20 @@ class Augmentation(Transform):
         self._widths = widths
         return tensordict
 
-    def get_extra_state(self) -> dict[str, Tensor]:
+    def get_extra_state(self) -> dict[str, Any]:
         """The state of the generator, so that a restored buffer draws the same."""
         return {} if self.generator is None else {"generator": self.generator.get_state()}
 
-    def set_extra_state(self, state: dict[str, Tensor]) -> None:
+    def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restores the generator, if there is one."""
         if self.generator is not None and "generator" in state:
             self.generator.set_state(state["generator"])
 
 
-class PairFold(Augmentation):
-    """Folds pairs `[*B, 2]` to `[*B]` by `w * anchor + (1 - w) * partner`; see `PairMixup`.
+class Fold(Augmentation):
+    """Folds an anchor and its partners, `[*B, 1 + m]`, to one row, `[*B]`.
 
-    A subclass says what the weights are.
+    Terminal ones, and those that a gate holds back, leave the anchor as it is.
     """
 
     def __init__(
@@ -93,9 +94,59 @@ class PairFold(Augmentation):
         terminated_key: NestedKey,
         generator: torch.Generator | None = None,
         argument: str = "mix_keys",
+        gates: Sequence[Gate] = (),
     ) -> None:
         super().__init__(mix_keys, argument, generator)
         self.terminated_key = as_keys([terminated_key], "terminated_key")[0]
+        self.gates = tuple(gates)
+        for gate in self.gates:
+            if not callable(gate):
+                raise TypeError(
+                    f"`gates` holds {gate!r}, which is not callable; give gates such as "
+                    "Fraction(0.5)."
+                )
+
+    def _kept(self, tensordict: TensorDictBase, dims: int) -> Tensor:
+        """`[*B, 1 + m]` to boolean `[*B]`: whether the rules keep the anchor as it is."""
+        return kept_anchors(tensordict, self.terminated_key, dims)
+
+    def _held_back(self, tensordict: TensorDictBase, kept: Tensor) -> Tensor:
+        """The same, and where a gate does."""
+        for gate in self.gates:
+            kept = kept | ~gate(tensordict, self.generator)
+        return kept
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        check_n_step(self, self.terminated_key)
+        if tensordict is not None:
+            check_single_rows(tensordict)
+            get_entry(tensordict, self.terminated_key)
+        return super()._inv_call(tensordict)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The state of the generator, and of gates that have one."""
+        gates = {
+            str(number): gate.state_dict()
+            for number, gate in enumerate(self.gates)
+            if hasattr(gate, "state_dict")
+        }
+        return {**super().get_extra_state(), **({"gates": gates} if gates else {})}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        super().set_extra_state(state)
+        for number, saved in state.get("gates", {}).items():
+            gate = self.gates[int(number)] if int(number) < len(self.gates) else None
+            load = getattr(gate, "load_state_dict", None)
+            if load is not None:
+                load(saved)
+
+
+class PairFold(Fold):
+    """Folds pairs `[*B, 2]` to `[*B]` by `w * anchor + (1 - w) * partner`; see `PairMixup`.
+
+    A subclass says what the weights are.
+    """
 
     @abstractmethod
     def _weights(self, shape: torch.Size, device: torch.device) -> Tensor:
@@ -106,22 +157,22 @@ class PairFold(Augmentation):
         if not holds_pairs(tensordict):
             return tensordict
         dims = tensordict.ndim - 1
-        kept = _kept(tensordict, self.terminated_key, dims)
+        kept = self._kept(tensordict, dims)
         weight = self._weights(tensordict.shape[:-1], kept.device)
+        kept = self._held_back(tensordict, kept)
         weight = weight.masked_fill_(kept, 1.0).unsqueeze(-1)
         pairs = {key: entry.unbind(dims) for key, entry in self._entries(tensordict).items()}
-        mixed = {key: mix(anchor, partner, weight) for key, (anchor, partner) in pairs.items()}
+        mixed = self._mix(pairs, weight)
         finite = restore_rows(mixed, {key: anchor for key, (anchor, _) in pairs.items()}, dims)
         if finite is not None:
             weight = torch.where(finite.unsqueeze(-1), weight, 1.0)
-        return _first_of_pairs(tensordict, dims, mixed).set("mixup_weight", weight)
+        return anchors(tensordict, dims, mixed).set("mixup_weight", weight)
 
-    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        check_n_step(self, self.terminated_key)
-        if tensordict is not None:
-            check_single_rows(tensordict)
-            get_entry(tensordict, self.terminated_key)
-        return super()._inv_call(tensordict)
+    def _mix(
+        self, pairs: dict[NestedKey, tuple[Tensor, ...]], weight: Tensor
+    ) -> dict[NestedKey, Tensor]:
+        """Anchors and partners `[*B, ...]` to their mix by weights `[*B, 1]`."""
+        return {key: mix(anchor, partner, weight) for key, (anchor, partner) in pairs.items()}
 
 
 def check_alpha(alpha: float) -> float:
@@ -155,13 +206,12 @@ def is_terminal(batch: TensorDictBase, terminated_key: NestedKey, dims: int) -> 
     return ended if nonterminal is None else ended | any_feature(~nonterminal.bool(), dims)
 
 
-def _kept(pairs: TensorDictBase, terminated_key: NestedKey, dims: int) -> Tensor:
-    """`[*B, 2]` pairs to boolean `[*B]`: whether the anchor is kept as it is."""
-    kept = is_terminal(pairs, terminated_key, dims)
-    steps = pairs.get(_STEPS_KEY, None)
+def kept_anchors(rows: TensorDictBase, terminated_key: NestedKey, dims: int) -> Tensor:
+    """`[*B, 1 + m]` rows to boolean `[*B]`: whether the anchor is kept as it is."""
+    kept = is_terminal(rows, terminated_key, dims)
+    steps = rows.get(_STEPS_KEY, None)
     if steps is not None:
-        first, second = steps.unbind(dims)
-        kept = kept | any_feature(first != second, dims)
+        kept = kept | any_feature(steps != steps.narrow(dims, 0, 1), dims)
     return kept
 
 
@@ -193,24 +243,24 @@ def _sums_finite(entries: list[Tensor]) -> bool:
     return math.isfinite(torch.stack([entry.sum() for entry in entries]).sum().item())
 
 
-def _first_of_pairs(
-    pairs: TensorDictBase, dim: int, replaced: dict[NestedKey, Tensor], prefix: tuple[str, ...] = ()
+def anchors(
+    rows: TensorDictBase, dim: int, replaced: dict[NestedKey, Tensor], prefix: tuple[str, ...] = ()
 ) -> TensorDictBase:
-    """The first of two along `dim`, with some entries replaced, in one go."""
+    """The first along `dim`, with some entries replaced, in one go."""
     entries: dict[str, Any] = {}
-    for name, value in pairs.items():
+    for name, value in rows.items():
         entry = replaced.get((*prefix, name) if prefix else name)
         if entry is not None:
             entries[name] = entry
         elif isinstance(value, Tensor):
             entries[name] = value.select(dim, 0)
         elif type(value) is TensorDict:
-            entries[name] = _first_of_pairs(value, dim, replaced, (*prefix, name))
+            entries[name] = anchors(value, dim, replaced, (*prefix, name))
         else:
             entries[name] = first = value[(slice(None),) * dim + (0,)]
             path = (*prefix, name)
             for key, entry in replaced.items():
                 if isinstance(key, tuple) and key[: len(path)] == path:
                     first.set(key[len(path) :], entry)
-    shape = pairs.batch_size
-    return _compat.make_tensordict(entries, shape[:dim] + shape[dim + 1 :], pairs.device)
+    shape = rows.batch_size
+    return _compat.make_tensordict(entries, shape[:dim] + shape[dim + 1 :], rows.device)

@@ -11,6 +11,7 @@ from torch import Tensor
 from nmer_torchrl.functional import sample_beta
 from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS
 from nmer_torchrl.transforms.base import PairFold, check_alpha
+from nmer_torchrl.transforms.gates import Gate
 
 
 class PairMixup(PairFold):
@@ -34,6 +35,7 @@ class PairMixup(PairFold):
         mix_keys: Entries to mix.
         terminated_key: The flag that keeps a pair unmixed. A time limit is not a terminal state, so
             this is not `done`.
+        gates: What else keeps pairs unmixed, such as `Fraction(0.5)` or a `DistanceCap`.
 
     Examples:
         >>> import torch
@@ -55,8 +57,9 @@ class PairMixup(PairFold):
         generator: torch.Generator | None = None,
         mix_keys: Sequence[NestedKey] = (*POINT_KEYS, *VALUE_KEYS),
         terminated_key: NestedKey = TERMINATED_KEY,
+        gates: Sequence[Gate] = (),
     ) -> None:
-        super().__init__(mix_keys, terminated_key, generator)
+        super().__init__(mix_keys, terminated_key, generator, gates=gates)
         self.alpha = check_alpha(alpha)
 
     @property

@@ -77,15 +77,15 @@ def report(buffer: TensorDictReplayBuffer, batch: TensorDictBase) -> None:
 def describe(buffer: TensorDictReplayBuffer, batch: TensorDictBase | None) -> dict[str, float]:
     """Size, and of a batch of pairs how many were mixed and how far apart they lay.
 
-    The distance is that of the neighbour search: over Z-scored observation and action.
+    The distance is over Z-scored observation and action, whatever the metric, so that runs compare.
     """
     metrics = {"replay/size": float(len(buffer)), "replay/mixed": 0.0}
     if batch is None or batch.get("mixup_weight", None) is None:
         return metrics
-    mixed = batch["mixup_weight"].squeeze(-1) < 1
+    mixed = batch["mixup_weight"][:, 0] < 1
     if batch["index"].ndim == 2:
-        anchor, partner = batch["index"].unbind(-1)
-        mixed &= anchor != partner  # a row without a partner is paired with itself
+        anchor, partner = batch["index"][:, :1], batch["index"][:, 1:]
+        mixed &= (anchor != partner).any(-1)  # a row without a partner is paired with itself
         stored = buffer.storage.get(slice(0, len(buffer)))
         points = torch.cat([stored["observation"], stored["action"]], -1)
         spread = points.std(0, correction=0)

@@ -1,0 +1,94 @@
+"""What a metric is to a sampler."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from nmer_torchrl.neighbors import NeighborSearch, PointTable
+
+
+class View(Protocol):
+    """Distances under the statistics of one moment. It never changes, so any thread may use it."""
+
+    def embed(self, points: Tensor) -> Tensor:
+        """Points `[..., d]` to where their Euclidean distance is the metric's, float64."""
+        ...
+
+    def distances(self, first: Tensor, second: Tensor) -> Tensor:
+        """Distances `[...]` between points `[..., d]`, float64."""
+        ...
+
+
+class Space(Protocol):
+    """The points stored now and the statistics of a metric over them, with a search."""
+
+    search: NeighborSearch
+    table: PointTable  # the points as they were read
+
+    def replace(self, index: Tensor, points: Tensor, removed: Tensor) -> None:
+        """The points `[n, d]` now stand at the positions `[n]`; the `[m, d]` removed are gone.
+
+        As in `NeighborSearch.write`, a point with a non-finite entry empties its position.
+        """
+        ...
+
+    def query(self, index: Tensor, k: int) -> Tensor:
+        """Positions `[q]` to those `[q, k]` of their nearest others, as `NeighborSearch.query`."""
+        ...
+
+    def view(self) -> View:
+        """Distances as they are now."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What does not follow from the points that are stored."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what was saved, the points being there."""
+        ...
+
+
+class Metric(ABC):
+    """How far apart two rows are, by their entries under a sampler's `keys`."""
+
+    feature: Callable[[TensorDictBase], Tensor] | None = None  # rows to points, if not their keys
+
+    @abstractmethod
+    def check(self, search: str | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
+        """Raises if this metric does not go with that search or with these keys."""
+
+    @abstractmethod
+    def open(
+        self,
+        search: str | NeighborSearch,
+        k: int,
+        widths: Mapping[NestedKey, int],
+        device: torch.device,
+    ) -> Space:
+        """A new space for k neighbours among points that join entries of these widths."""
+
+
+def own_table(search: NeighborSearch) -> PointTable | None:
+    """The table in which a search holds the points that it was given, if it is one of ours."""
+    table = getattr(search, "table", None)
+    return table if isinstance(table, PointTable) else None
+
+
+def search_state(search: NeighborSearch) -> dict[str, Any]:
+    """What a search wants to keep, if anything."""
+    state = getattr(search, "state_dict", None)
+    return {} if state is None else {"search": state()}
+
+
+def load_search_state(search: NeighborSearch, state: dict[str, Any]) -> None:
+    """Gives a search what it kept."""
+    load = getattr(search, "load_state_dict", None)
+    if load is not None and "search" in state:
+        load(state["search"])

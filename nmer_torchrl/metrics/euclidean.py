@@ -1,0 +1,211 @@
+"""Distances over Z-scored dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import NestedKey, unravel_key
+from torch import Tensor
+
+from nmer_torchrl.keys import as_keys
+from nmer_torchrl.metrics.base import (
+    Metric,
+    Space,
+    View,
+    load_search_state,
+    own_table,
+    search_state,
+)
+from nmer_torchrl.neighbors import NeighborSearch, PointTable, make_search
+from nmer_torchrl.neighbors.exact import squared_norms
+from nmer_torchrl.standardize import RunningStandardizer
+
+
+class Euclidean(Metric):
+    """The norm of `weight * (a - b) / std`, dimension by dimension: NMER's own metric.
+
+    `std` is the standard deviation among the rows stored now, 1 where a dimension does not vary.
+    Every search serves it.
+
+    Keyword Args:
+        weights: How much the entries count, by key; 1 unless given. A weight of 2 makes distances
+            in that entry twice as long.
+
+    Examples:
+        >>> from nmer_torchrl import NeighborPairSampler
+        >>> sampler = NeighborPairSampler(metric=Euclidean(weights={"action": 0.5}))
+        >>> sampler.metric
+        Euclidean(weights={'action': 0.5})
+    """
+
+    def __init__(self, *, weights: Mapping[Any, float] | None = None) -> None:
+        self.weights: dict[NestedKey, float] = {}
+        for key, weight in (weights or {}).items():
+            if not (math.isfinite(weight) and weight > 0):
+                raise ValueError(
+                    f"weights[{key!r}]={weight!r}, but a weight is finite and above 0; "
+                    "to leave an entry out of distances, leave it out of `keys`."
+                )
+            self.weights[unravel_key(key)] = float(weight)
+
+    def check(self, search: str | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
+        """See `Metric.check`."""
+        for key in self.weights:
+            if key not in keys:
+                raise ValueError(
+                    f"`weights` names {key!r}, but distances are measured in {keys}; "
+                    "weigh one of those, or add it to `keys`."
+                )
+
+    def open(
+        self,
+        search: str | NeighborSearch,
+        k: int,
+        widths: Mapping[NestedKey, int],
+        device: torch.device,
+    ) -> Space:
+        """See `Metric.open`."""
+        factors = None
+        if self.weights:
+            factors = _by_dimension({key: self.weights.get(key, 1.0) for key in widths}, widths)
+        return ScaledSpace(make_search(search, k, device), sum(widths.values()), factors)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({f'weights={self.weights}' if self.weights else ''})"
+
+
+class ProductNorm(Metric):
+    """The product of the norm of the states' difference and the norm of the actions', Z-scored.
+
+    This is an option of the code that the authors of NMER released. It is not a metric in the
+    strict sense: rows are at distance 0 as soon as their states *or* their actions agree, so that
+    neighbours are near in one of the two rather than in both. It is no norm of `(a - b) * scale`
+    either, which is what most searches are made for: `"torch"` and `"keops"` serve it, exactly, by
+    brute force; `"auto"` is one of them.
+
+    Keyword Args:
+        action_keys: The entries of the second factor; the sampler's other `keys` are the first.
+
+    Examples:
+        >>> from nmer_torchrl import NeighborPairSampler
+        >>> NeighborPairSampler(metric=ProductNorm()).metric
+        ProductNorm(action_keys=('action',))
+    """
+
+    def __init__(self, *, action_keys: Sequence[NestedKey] = ("action",)) -> None:
+        self.action_keys = as_keys(action_keys, "action_keys")
+
+    def check(self, search: str | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
+        """See `Metric.check`."""
+        named = search if isinstance(search, str) else type(search).__name__
+        if search not in ("auto", "torch", "keops") and not getattr(search, "products", False):
+            raise ValueError(
+                f"search={named!r} does not serve ProductNorm, which is no norm of scaled "
+                'differences; use search="torch", "keops", or "auto", which is one of the two.'
+            )
+        first = [key for key in keys if key not in self.action_keys]
+        if not first or len(first) == len(keys) or not set(self.action_keys) <= set(keys):
+            raise ValueError(
+                f"ProductNorm(action_keys={self.action_keys}) needs each of them, and at least one "
+                f"other, among the entries in which distances are measured, {keys}."
+            )
+
+    def open(
+        self,
+        search: str | NeighborSearch,
+        k: int,
+        widths: Mapping[NestedKey, int],
+        device: torch.device,
+    ) -> Space:
+        """See `Metric.open`."""
+        if search == "auto":
+            search = "keops" if device.type == "cuda" else "torch"
+        second = _by_dimension({key: float(key in self.action_keys) for key in widths}, widths)
+        factors = torch.stack([1.0 - second, second])
+        return ScaledSpace(make_search(search, k, device), factors.shape[1], factors)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(action_keys={self.action_keys})"
+
+
+def _by_dimension(values: dict[NestedKey, float], widths: Mapping[NestedKey, int]) -> Tensor:
+    """A number for each key to one for each dimension, `[d]`, float64."""
+    return torch.cat(
+        [torch.full((widths[key],), value, dtype=torch.float64) for key, value in values.items()]
+    )
+
+
+@dataclass(frozen=True)
+class ScaledView:
+    """The norm of `(a - b) * scale` for a scale `[d]`; for `[g, d]`, the product of g of them."""
+
+    scale: Tensor
+
+    def embed(self, points: Tensor) -> Tensor:
+        """See `View.embed`."""
+        if self.scale.ndim > 1:
+            raise ValueError(
+                "ProductNorm is no Euclidean distance in any space, so that there is nowhere to "
+                "put points; use Euclidean or Mahalanobis."
+            )
+        return points.double() * self.scale.to(points.device)
+
+    def distances(self, first: Tensor, second: Tensor) -> Tensor:
+        """See `View.distances`."""
+        difference = first.double() - second.double()
+        return squared_norms(difference, self.scale.to(first.device)).sqrt()
+
+
+class ScaledSpace:
+    """Points under a scale that follows their statistics, times constant factors.
+
+    Args:
+        search: An empty search.
+        d: Number of dimensions.
+        factors: `[d]`, or `[g, d]` for a product of g norms; `None` for all 1.
+    """
+
+    def __init__(self, search: NeighborSearch, d: int, factors: Tensor | None) -> None:
+        self.search = search
+        self.statistics = RunningStandardizer(d)
+        # Our own searches hold the points already; for another we keep them ourselves.
+        self.table = own_table(search) or PointTable()
+        self._factors = factors
+        self._scaled: tuple[Tensor, Tensor] | None = None  # the statistics' scale, and ours
+
+    def replace(self, index: Tensor, points: Tensor, removed: Tensor) -> None:
+        """See `Space.replace`."""
+        self.statistics.update(points[points.isfinite().all(-1)], removed=removed)
+        if own_table(self.search) is not self.table:
+            self.table.write(index, points)
+        self.search.write(index, points)
+
+    @property
+    def scale(self) -> Tensor:
+        """`[d]` or `[g, d]`, float64. The same tensor until there is something new."""
+        scale = self.statistics.scale
+        if self._factors is None:
+            return scale
+        if self._scaled is None or self._scaled[0] is not scale:
+            self._scaled = scale, scale * self._factors
+        return self._scaled[1]
+
+    def query(self, index: Tensor, k: int) -> Tensor:
+        """See `Space.query`."""
+        return self.search.query(index, k, self.scale)
+
+    def view(self) -> View:
+        """See `Space.view`."""
+        return ScaledView(self.scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Space.state_dict`."""
+        return search_state(self.search)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Space.load_state_dict`."""
+        load_search_state(self.search, state)

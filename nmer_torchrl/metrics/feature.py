@@ -1,0 +1,70 @@
+"""Distances between what a function makes of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from nmer_torchrl.metrics.base import Metric, Space
+from nmer_torchrl.metrics.euclidean import Euclidean, ProductNorm
+from nmer_torchrl.neighbors import NeighborSearch
+
+
+class FeatureSpace(Metric):
+    """A metric between features of rows, such as those of a learned encoder.
+
+    The function is called without gradients on rows as they are stored, a `TensorDict` of batch
+    size `[n]`, and returns points `[n, f]`. It is called once for each row that is written; when
+    the function itself has changed, such as after an encoder has been trained,
+    `sampler.refresh()` has all rows put through it again.
+
+    Args:
+        feature: The function, or module, from rows to points.
+        metric: How far apart points are; `Euclidean()` unless given.
+
+    Examples:
+        >>> import torch
+        >>> from nmer_torchrl import NeighborPairSampler
+        >>> encoder = torch.nn.Linear(3, 8)
+        >>> metric = FeatureSpace(lambda rows: encoder(rows["observation"]))
+        >>> sampler = NeighborPairSampler(k=10, metric=metric)
+        >>> sampler.refresh()  # after each change of the encoder
+    """
+
+    def __init__(
+        self, feature: Callable[[TensorDictBase], Tensor], metric: Metric | None = None
+    ) -> None:
+        if not callable(feature):
+            raise TypeError(
+                f"feature={feature!r} is not callable; give a function or a module that maps a "
+                "TensorDict of n rows to points [n, f]."
+            )
+        metric = Euclidean() if metric is None else metric
+        by_key = isinstance(metric, ProductNorm) or bool(getattr(metric, "weights", None))
+        if by_key or metric.feature is not None:
+            raise ValueError(
+                f"{metric!r} tells entries apart by their keys, which features do not have; "
+                "use Euclidean() or Mahalanobis()."
+            )
+        self.feature = feature
+        self.metric = metric
+
+    def check(self, search: str | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
+        """See `Metric.check`."""
+        self.metric.check(search, keys)
+
+    def open(
+        self,
+        search: str | NeighborSearch,
+        k: int,
+        widths: Mapping[NestedKey, int],
+        device: torch.device,
+    ) -> Space:
+        """See `Metric.open`."""
+        return self.metric.open(search, k, widths, device)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.feature!r}, {self.metric!r})"

@@ -1,0 +1,176 @@
+"""Gates: which of the rows drawn are mixed at all.
+
+A gate is given a batch of anchors and partners and says which anchors may be mixed; the others come
+out as they are stored, with a weight of 1. A fold takes any number of them as `gates=`. Any
+callable of this form is a gate; one with `state_dict` and `load_state_dict` is saved with its
+buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from nmer_torchrl.transforms.schedules import Schedule, check_share
+
+
+class Gate(Protocol):
+    """Which anchors may be mixed with their partners."""
+
+    def __call__(self, batch: TensorDictBase, generator: torch.Generator | None) -> Tensor:
+        """Rows `[*B, 1 + m]`, the anchor first, to boolean `[*B]`; true where they may be mixed."""
+        ...
+
+
+class Geometry(Protocol):
+    """What measures rows under the metric of a neighbour sampler, such as the sampler itself."""
+
+    def embed(self, batch: TensorDictBase) -> Tensor:
+        """Rows `[*B]` to points `[*B, f]` whose Euclidean distance is the metric's."""
+        ...
+
+    def distances(self, batch: TensorDictBase) -> Tensor:
+        """Rows `[*B, 1 + m]` to the distances `[*B, m]` of the first from the others."""
+        ...
+
+
+class Fraction:
+    """Lets each row be mixed with a probability, independently of the others.
+
+    Args:
+        share: The probability, from 0 to 1, or a schedule such as `LinearFraction(1.0, 0.0, rows)`,
+            which gives it from the number of rows that this gate has seen so far.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> gate = Fraction(0.25)
+        >>> pairs = TensorDict(batch_size=[100_000, 2])
+        >>> mixed = gate(pairs, torch.Generator().manual_seed(0))
+        >>> round(float(mixed.float().mean()), 2)
+        0.25
+    """
+
+    def __init__(self, share: float | Schedule) -> None:
+        self.share = share if callable(share) else check_share("share", share)
+        self.drawn = 0  # rows seen so far
+
+    def __call__(self, batch: TensorDictBase, generator: torch.Generator | None) -> Tensor:
+        """See `Gate`."""
+        share = self.share(self.drawn) if callable(self.share) else self.share
+        shape = batch.shape[:-1]
+        self.drawn += shape.numel()
+        return torch.rand(shape, generator=generator, device=_device(batch, generator)) < share
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of rows seen so far."""
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self.drawn = int(state["drawn"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.share!r})"
+
+
+class DistanceCap:
+    """Keeps rows unmixed whose partner, or any of whose partners, is farther than a limit.
+
+    Args:
+        geometry: The sampler of the same buffer, whose metric measures.
+        limit: The greatest distance, above 0. Over Z-scored dimensions, distances grow with the
+            root of their number.
+
+    Examples:
+        >>> from nmer_torchrl import NeighborPairSampler, PairMixup
+        >>> sampler = NeighborPairSampler(k=10)
+        >>> fold = PairMixup(0.75, gates=[DistanceCap(sampler, 2.0)])
+    """
+
+    def __init__(self, geometry: Geometry, limit: float) -> None:
+        if not (math.isfinite(limit) and limit > 0):
+            raise ValueError(
+                f"limit={limit!r} is no distance; it must be finite and above 0. Without a limit, "
+                "leave the cap out."
+            )
+        self.geometry = geometry
+        self.limit = float(limit)
+
+    def __call__(self, batch: TensorDictBase, generator: torch.Generator | None) -> Tensor:
+        """See `Gate`."""
+        return self.geometry.distances(batch).amax(-1) <= self.limit
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.limit})"
+
+
+class QuantileCap:
+    """Keeps rows unmixed whose partner is farther than most partners drawn of late.
+
+    The limit is a quantile of the distances of the last rows seen, this batch included: with 0.9,
+    about the tenth of all pairs that lie farthest apart stay unmixed, whatever the distances are.
+
+    Args:
+        geometry: The sampler of the same buffer, whose metric measures.
+        quantile: The share of rows within the limit, above 0 and up to 1.
+        window: The number of rows that the quantile is taken of.
+
+    Examples:
+        >>> from nmer_torchrl import NeighborPairSampler, PairMixup
+        >>> sampler = NeighborPairSampler(k=10)
+        >>> fold = PairMixup(0.75, gates=[QuantileCap(sampler, 0.9)])
+    """
+
+    def __init__(self, geometry: Geometry, quantile: float, window: int = 8_192) -> None:
+        if not 0 < quantile <= 1:
+            raise ValueError(
+                f"quantile={quantile!r}, but it is a share of rows, above 0 and up to 1."
+            )
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise ValueError(f"window={window!r}, but it is a number of rows, at least 1.")
+        self.geometry = geometry
+        self.quantile = float(quantile)
+        self.window = window
+        self.recent = torch.empty(0, dtype=torch.float64)  # distances, the latest last
+
+    @property
+    def limit(self) -> float:
+        """The greatest distance that is mixed, for now; infinite before any was seen."""
+        count = len(self.recent)
+        if not count:
+            return math.inf
+        rank = min(max(math.ceil(self.quantile * count), 1), count)
+        return float(self.recent.kthvalue(rank).values)
+
+    def __call__(self, batch: TensorDictBase, generator: torch.Generator | None) -> Tensor:
+        """See `Gate`."""
+        distances = self.geometry.distances(batch).amax(-1)
+        seen = distances[distances.isfinite()].cpu()
+        self.recent = torch.cat([self.recent, seen])[-self.window :]
+        return distances <= self.limit
+
+    def state_dict(self) -> dict[str, Any]:
+        """The distances of the last rows."""
+        return {"recent": self.recent.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self.recent = state["recent"].clone()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(quantile={self.quantile})"
+
+
+def _device(batch: TensorDictBase, generator: torch.Generator | None) -> torch.device:
+    """Where a batch is; without entries, where the generator is."""
+    if batch.device is not None:
+        return batch.device
+    for entry in batch.values(True, True):
+        if isinstance(entry, Tensor):
+            return entry.device
+    return torch.device("cpu") if generator is None else generator.device

@@ -1,0 +1,92 @@
+"""Mixed inputs with predicted outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from nmer_torchrl.functional import combine
+from nmer_torchrl.gaussian_process import GaussianProcess
+from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS, as_roles
+from nmer_torchrl.transforms.base import anchors
+from nmer_torchrl.transforms.gates import Gate, Geometry
+from nmer_torchrl.transforms.neighborhood_mixup import NeighborhoodMixup
+
+
+class GaussianProcessMixup(NeighborhoodMixup):
+    """Folds neighbourhoods `[*B, 1 + m]` to `[*B]`: mixed inputs, predicted reward and next state.
+
+    Observation and action are mixed as by `NeighborhoodMixup`. Reward and change of state at that
+    input are then predicted, by Gaussian process regression from the anchor and its neighbours; the
+    next observation is the mixed one plus the predicted change. Where outcomes curve between
+    neighbours this follows them, and a convex combination does not. Where the predictive variance
+    is above `process.max_variance` the anchor stays as it is, with weight 1, as terminal ones do.
+
+    It goes with `NeighborhoodSampler`, under whose metric the regression measures.
+
+    Args:
+        geometry: The sampler of the same buffer.
+        alpha: Parameter of the Dirichlet distribution of the weights.
+
+    Keyword Args:
+        process: The regression.
+        keys: The inputs; those that have a `("next", key)` among the outcomes are observations.
+        value_keys: The outcomes.
+        terminated_key: The flag that keeps a neighbourhood unmixed.
+        generator: Source of the weights; `None` uses torch's global one.
+        gates: What else keeps neighbourhoods unmixed.
+
+    Examples:
+        >>> from nmer_torchrl import NeighborhoodSampler
+        >>> fold = GaussianProcessMixup(NeighborhoodSampler(k=10), alpha=0.75)
+        >>> fold.process
+        GaussianProcess(lengthscale=2.0, noise=0.0001, max_variance=1.0)
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        alpha: float = 0.75,
+        *,
+        process: GaussianProcess | None = None,
+        keys: Sequence[NestedKey] = POINT_KEYS,
+        value_keys: Sequence[NestedKey] = VALUE_KEYS,
+        terminated_key: NestedKey = TERMINATED_KEY,
+        generator: torch.Generator | None = None,
+        gates: Sequence[Gate] = (),
+    ) -> None:
+        self._roles = as_roles(keys, value_keys)
+        super().__init__(
+            alpha,
+            generator=generator,
+            mix_keys=(*keys, *value_keys),
+            terminated_key=terminated_key,
+            gates=gates,
+        )
+        self.geometry = geometry
+        self.process = GaussianProcess() if process is None else process
+
+    def _mix(
+        self, rows: TensorDictBase, entries: dict[NestedKey, Tensor], weight: Tensor
+    ) -> tuple[dict[NestedKey, Tensor], Tensor]:
+        roles, shape = self._roles, rows.shape
+        inputs = (*roles.observations, *roles.actions)
+        mixed = {key: combine(entries[key], weight) for key in inputs}
+        query = self.geometry.embed(anchors(rows, len(shape) - 1, mixed))
+        outcomes = {key: entries[key] for key in roles.rewards}
+        for key, following in zip(roles.observations, roles.next_observations, strict=True):
+            outcomes[following] = entries[following] - entries[key]
+        joined = torch.cat([entry.double().reshape(*shape, -1) for entry in outcomes.values()], -1)
+        predicted, variance = self.process.predict(self.geometry.embed(rows), joined, query)
+        widths = [entry[(0,) * len(shape)].numel() for entry in outcomes.values()]
+        for (key, entry), part in zip(outcomes.items(), predicted.split(widths, -1), strict=True):
+            mixed[key] = part.reshape(*shape[:-1], *entry.shape[len(shape) :]).to(entry.dtype)
+        for key, following in zip(roles.observations, roles.next_observations, strict=True):
+            mixed[following] = mixed[key] + mixed[following]
+        return mixed, variance <= self.process.max_variance
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(alpha={self.alpha}, {self.process})"

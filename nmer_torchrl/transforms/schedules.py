@@ -1,0 +1,117 @@
+"""Schedules: the share of rows that are mixed, as training goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Schedule(Protocol):
+    """A share of rows, from the number of rows drawn so far."""
+
+    def __call__(self, drawn: int) -> float:
+        """The share, from 0 to 1."""
+        ...
+
+
+class Stored(Protocol):
+    """What knows how many rows are stored, such as a sampler of this package."""
+
+    @property
+    def stored(self) -> int:
+        """The number of rows."""
+        ...
+
+
+@dataclass(frozen=True)
+class LinearFraction:
+    """From `first` to `last` along a line, over a number of rows drawn; then `last`.
+
+    Rows are those of the batches: a batch of 256 counts 256.
+
+    Examples:
+        >>> schedule = LinearFraction(1.0, 0.2, rows=1_000)
+        >>> [schedule(drawn) for drawn in (0, 500, 5_000)]
+        [1.0, 0.6, 0.2]
+    """
+
+    first: float
+    last: float
+    rows: int
+
+    def __post_init__(self) -> None:
+        check_share("first", self.first)
+        check_share("last", self.last)
+        _check_rows("rows", self.rows)
+
+    def __call__(self, drawn: int) -> float:
+        """See `Schedule`."""
+        return _between(self.first, self.last, drawn / self.rows)
+
+
+@dataclass(frozen=True)
+class ExponentialFraction:
+    """From `first` towards `last`, half of the way in each `half_life` rows drawn.
+
+    Examples:
+        >>> schedule = ExponentialFraction(1.0, 0.0, half_life=1_000)
+        >>> [schedule(drawn) for drawn in (0, 1_000, 2_000)]
+        [1.0, 0.5, 0.25]
+    """
+
+    first: float
+    last: float
+    half_life: int
+
+    def __post_init__(self) -> None:
+        check_share("first", self.first)
+        check_share("last", self.last)
+        _check_rows("half_life", self.half_life)
+
+    def __call__(self, drawn: int) -> float:
+        """See `Schedule`."""
+        return self.last + (self.first - self.last) * 0.5 ** (drawn / self.half_life)
+
+
+@dataclass(frozen=True)
+class DensityFraction:
+    """From `first` to `last` as a buffer fills, up to a number of rows stored; then `last`.
+
+    The more rows are stored the nearer are neighbours, and the better is what lies between them.
+    The sampler of the same buffer tells how many there are.
+
+    Examples:
+        >>> from nmer_torchrl import NeighborPairSampler
+        >>> DensityFraction(NeighborPairSampler(), 0.0, 1.0, rows=100_000)(drawn=0)
+        0.0
+    """
+
+    sampler: Stored
+    first: float
+    last: float
+    rows: int
+
+    def __post_init__(self) -> None:
+        check_share("first", self.first)
+        check_share("last", self.last)
+        _check_rows("rows", self.rows)
+
+    def __call__(self, drawn: int) -> float:
+        """See `Schedule`."""
+        return _between(self.first, self.last, self.sampler.stored / self.rows)
+
+
+def check_share(name: str, share: float) -> float:
+    """Raises if this is no share."""
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        raise ValueError(f"{name}={share!r}, but it is a share of rows: a number from 0 to 1.")
+    return float(share)
+
+
+def _check_rows(name: str, rows: float) -> None:
+    if isinstance(rows, bool) or not isinstance(rows, (int, float)) or not rows >= 1:
+        raise ValueError(f"{name}={rows!r}, but it is a number of rows, at least 1.")
+
+
+def _between(first: float, last: float, way: float) -> float:
+    return last if way >= 1 else first + (last - first) * way
