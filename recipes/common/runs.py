@@ -53,7 +53,7 @@ COLUMNS = (
     "time/share_evaluation",
 )
 # What may differ between a run and its continuation.
-_FREE = {"resume", "run_dir", "checkpoint_every", "threads", "video", "logger", "compile", "device"}
+FREE = {"resume", "run_dir", "checkpoint_every", "threads", "video", "logger", "compile", "device"}
 _LONG = 600.0  # seconds from which on a run is told to be long
 _FIRST = 300  # updates from which its length is told
 
@@ -190,7 +190,7 @@ class Run:
         seconds = frames_left * self.cfg.replay_ratio / rate
         if seconds >= _LONG:
             self.bar.write(
-                f"About {_duration(seconds)} to go on this machine: {frames_left:,} frames with "
+                f"About {duration(seconds)} to go on this machine: {frames_left:,} frames with "
                 f"{self.cfg.replay_ratio} updates each at {rate:.0f} updates/s. To shorten it: "
                 "replay_ratio=1, a smaller total_frames, or device=cuda where there is one. "
                 "It can be stopped by Ctrl-C and continued by resume=auto.",
@@ -239,7 +239,7 @@ class Run:
             self._logger.summarize({"score": self.score})
         print(
             f"{self.cfg.name}: score {self.score:.1f} (mean of the last {summary['window']} "
-            f"evaluations), {self.updates:,} updates in {_duration(seconds)}; "
+            f"evaluations), {self.updates:,} updates in {duration(seconds)}; "
             f"see {self.directory}"
         )
 
@@ -341,22 +341,23 @@ def _raise_if_different(directory: Path, cfg: DictConfig) -> None:
 
 def _differences(directory: Path, cfg: DictConfig) -> list[str]:
     """What the run in the directory was made with where that is not what is asked for now."""
-    there = _flatten(OmegaConf.to_container(OmegaConf.load(directory / "config.yaml")))
-    here = _flatten(OmegaConf.to_container(cfg, resolve=True))
+    there = flatten(OmegaConf.to_container(OmegaConf.load(directory / "config.yaml")))
+    here = flatten(OmegaConf.to_container(cfg, resolve=True))
     names = sorted(there.keys() | here.keys())
     return [
         f"{name}={there.get(name, 'nothing')}"
         for name in names
-        if name.split(".")[0] not in _FREE and there.get(name) != here.get(name)
+        if name.split(".")[0] not in FREE and there.get(name) != here.get(name)
     ]
 
 
-def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """`{"env": {"name": "Ant"}}` becomes `{"env.name": "Ant"}`."""
     if not isinstance(tree, dict):
         return {prefix[:-1]: tree}
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{name}.")
+        flat |= flatten(value, f"{prefix}{name}.")
     return flat
 
 
@@ -366,7 +367,8 @@ def _write_atomically(path: Path, text: str) -> None:
     draft.replace(path)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """`40 s`, `12 min` or `5 h`."""
     minutes, hours = seconds / 60, seconds / 3600
     if hours >= 2:
         return f"{hours:.0f} h"
