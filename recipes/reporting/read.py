@@ -164,11 +164,11 @@ def find_runs(root: Path, tell: Tell) -> list[RunData]:
     """Every run below `root`; a line is told for each directory that ought to be one and is not."""
     runs = []
     for place, directories, files in os.walk(root):
-        # Neither Hydra's nor W&B's own copies of a config.
-        directories[:] = sorted(d for d in directories if d != "wandb" and not d.startswith("."))
         directory = Path(place)
         if not directories and not files:
             tell(f"{directory}: left out, it is empty.")
+        # Neither Hydra's nor W&B's own copies of a config.
+        directories[:] = sorted(d for d in directories if d != "wandb" and not d.startswith("."))
         if not {"config.yaml", "metrics.csv"} & set(files):
             continue
         try:
