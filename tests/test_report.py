@@ -327,6 +327,13 @@ def test_what_is_free_makes_no_setting():
     assert cell.mean == 1.5
 
 
+def test_a_setting_is_the_same_whether_from_yaml_or_json():
+    runs = [make_run(grad_clip=None, gamma=1.0), make_run(seed=1, gamma=1)]
+    (cell,) = cells.make_cells(runs, fail)
+    assert len(cell.runs) == 2
+    assert len(cells.make_cells([*runs, make_run(gamma=True)], lambda _: None)) == 2
+
+
 def test_a_seed_counts_once():
     told = []
     old, new = make_run(range(12), "old"), make_run(range(20), "new")
@@ -598,7 +605,7 @@ def written(tmp_path_factory):
 
 def test_the_markdown_is_well_formed(written):
     made = rows_of((written / "report.md").read_text())
-    assert len(made) == 4
+    assert len(made) == 6
     for table in made:
         assert set(map(len, table)) == {len(table[0])}
         assert all(set(entry.strip()) == {"-"} for entry in table[1])
@@ -608,9 +615,9 @@ def test_the_markdown_is_well_formed(written):
 def test_the_latex_is_well_formed(written):
     source = (written / "tables.tex").read_text()
     plain = source.replace(r"\\", "")
-    assert source.count(r"\begin{table}") == source.count(r"\end{table}") == 4
+    assert source.count(r"\begin{table}") == source.count(r"\end{table}") == 6
     bodies = re.findall(r"\\begin{tabular}{(l+)}\n(.*?)\\end{tabular}", source, flags=re.DOTALL)
-    assert len(bodies) == 4
+    assert len(bodies) == 6
     for columns, body in bodies:
         lines = [line for line in body.splitlines() if line != r"\hline"]
         for line in lines:
@@ -621,6 +628,25 @@ def test_the_latex_is_well_formed(written):
     assert len(re.findall(r"(?<!\\)\$", plain)) % 2 == 0
     assert len(re.findall(r"(?<!\\){", plain)) == len(re.findall(r"(?<!\\)}", plain))
     assert r"50 \% \& more\_|\_\{x\}" in source
+
+
+def test_a_table_at_a_glance():
+    runs = constant_runs([100, 200], replay__kind="uniform", total_frames=200_001)
+    runs += constant_runs([150, 350], total_frames=200_001)
+    runs += constant_runs([3], env__name="Swimmer")
+    runs += constant_runs([4], env__name="Swimmer", total_frames=100_000)
+    comparison = one_comparison(runs)
+    table = tables.make_table(comparison, reps=20)
+    shown = text.show_glance(table, tables.make_pooled_table(comparison, reps=20))
+    assert shown == (
+        ["environment", "uniform", "nmer"],
+        [
+            ["Hopper-v5", "150 ± 71", "250 ± 141"],
+            ["Swimmer-v5, 100,000 frames", "–", "4.0"],
+            ["Swimmer-v5, 200,000 frames", "–", "3.0"],
+            ["Δ NMER", "-40.0 %", "+0.0 %"],
+        ],
+    )
 
 
 def test_curves_show_seeds_bands_and_quoted_lines(tmp_path, monkeypatch):

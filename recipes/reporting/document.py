@@ -15,7 +15,7 @@ from reporting.figures import draw_curves, draw_profiles
 from reporting.notices import tell_about_cells, tell_about_comparison
 from reporting.read import Tell
 from reporting.tables import make_pooled_table, make_table, pool
-from reporting.text import latex, markdown, show_pooled_table, show_table
+from reporting.text import latex, markdown, show_glance, show_pooled_table, show_table
 
 _LEGEND = f"""\
 Scores are the mean of the last {WINDOW} evaluations of a run; mean ± standard deviation and the
@@ -42,14 +42,10 @@ def write_report(
         tables.append(make_table(comparison, reps=reps))
         pooled.append(make_pooled_table(comparison, reps=reps))
         page.append(_section(out, comparison, tables[-1], pooled[-1], methods, reps))
-        tex.append(latex(show_table(tables[-1]), comparison.title))
-        tex.append(latex(show_pooled_table(pooled[-1]), f"{comparison.title}, all tasks"))
-    ratios = {cell.replay_ratio for cell in cells}
-    if len(ratios) == 1:
-        page.append(
-            f"All runs have replay ratio {ratios.pop():g}, so a comparison at equal replay ratio "
-            "would be the same.\n"
-        )
+        glance = show_glance(tables[-1], pooled[-1])
+        tex.append(latex(glance, f"{comparison.title}: mean ± standard deviation"))
+        tex.append(latex(show_table(tables[-1]), f"{comparison.title}: all statistics"))
+        tex.append(latex(show_pooled_table(pooled[-1]), f"{comparison.title}: all tasks"))
     pd.concat(tables).to_csv(out / "table.csv", index=False)
     pd.concat(pooled).to_csv(out / "pooled.csv", index=False)
     _settings(cells).to_csv(out / "settings.csv", index=False)
@@ -73,6 +69,8 @@ def _section(
     draw_curves(out / f"curves-{name}.png", comparison, methods)
     parts = [
         f"## {comparison.title}\n",
+        *_equal_anyway(comparison),
+        markdown(show_glance(table, pooled)),
         markdown(show_table(table)),
         "All tasks:\n",
         markdown(show_pooled_table(pooled)),
@@ -84,6 +82,13 @@ def _section(
         draw_profiles(out / f"profiles-{name}.png", comparison.title, shares, methods)
         parts.append(f"![Performance profiles](profiles-{name}.png)\n")
     return "\n".join(parts)
+
+
+def _equal_anyway(comparison: Comparison) -> list[str]:
+    ratios = {cell.replay_ratio for cell in comparison.cells}
+    if comparison.name != "best" or len(ratios) > 1:
+        return []
+    return [f"All at replay ratio {ratios.pop():g}: both comparisons, at once.\n"]
 
 
 def _settings(cells: Sequence[Cell]) -> pd.DataFrame:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from common import paper
 
@@ -19,7 +19,7 @@ def tell_about_cells(cells: Sequence[Cell], tell: Tell) -> None:
     """Few seeds, several budgets or versions, and what differs from the paper's."""
     few = [cell for cell in cells if len(cell.runs) < paper.SEEDS]
     if few:
-        names = "; ".join(f"{cell.label}: {len(cell.runs)}" for cell in few)
+        names = _some([f"{cell.label}: {len(cell.runs)}" for cell in few])
         tell(
             f"FEW SEEDS: {len(few)} of {len(cells)} rows have fewer than the paper's "
             f"{paper.SEEDS} seeds ({names}). Bootstrap intervals of so few are too narrow, and no "
@@ -91,12 +91,17 @@ def tell_about_comparison(comparison: Comparison, tell: Tell) -> None:
             )
 
 
-def _unequal(cells: Iterable[Cell]) -> list[tuple[str, str]]:
+def _some(names: list[str], most: int = 6) -> str:
+    more = len(names) - most
+    return "; ".join(names[:most]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _unequal(cells: Sequence[Cell]) -> list[tuple[str, str]]:
     """Settings apart from those of a method that differ between the cells of a task."""
     settings = {cell.method: dict(cell.runs[0].setting) for cell in cells}
     names = sorted({name for setting in settings.values() for name in setting})
     return [
-        (name, ", ".join(f"{setting.get(name)} ({method})" for method, setting in settings.items()))
+        (name, ", ".join(f"{cell.runs[0].config.get(name)} ({cell.method})" for cell in cells))
         for name in names
         if name.split(".")[0] not in _OF_A_METHOD
         and len({setting.get(name) for setting in settings.values()}) > 1

@@ -63,8 +63,13 @@ class RunData:
     @property
     def setting(self) -> tuple[tuple[str, str], ...]:
         """The config without what may differ between seeds."""
-        items = self.config.items()
-        return tuple(sorted((k, str(v)) for k, v in items if k.split(".")[0] not in _FREE))
+        return tuple(
+            sorted(
+                (name, _plain(value))
+                for name, value in self.config.items()
+                if name.split(".")[0] not in _FREE and value is not None
+            )
+        )
 
     def reaches(self, frames: int) -> bool:
         """Whether the run has every evaluation up to `frames`."""
@@ -92,6 +97,12 @@ class RunData:
         """The score at each evaluation: `[n]`, of which the last is `score`."""
         ends = range(1, len(self.returns) + 1)
         return np.array([self.returns[max(0, end - WINDOW) : end].mean() for end in ends])
+
+
+def _plain(value: Any) -> str:
+    """The same for 1 and 1.0: JSON, through which W&B passes a config, keeps them not apart."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return str(float(value)) if number else str(value)
 
 
 def make_run(source: str, config: Any, rows: Iterable[Mapping[str, Any]]) -> RunData:

@@ -13,21 +13,42 @@ NONE = "–"
 Text = tuple[list[str], list[list[str]]]  # a header, and rows of as many entries
 
 
+def show_glance(table: pd.DataFrame, pooled: pd.DataFrame) -> Text:
+    """A row for each task, a column for each method, and the change in percent below them."""
+    methods = list(pooled["method"])
+    ours = table[table["seeds"].notna()]
+    rows = []
+    for (env, version, frames), group in ours.groupby(["env", "version", "frames"], sort=False):
+        entries = {row["method"]: row for row in group.to_dict("records")}
+        shown = [
+            _plus_minus(entries[name]["mean"], entries[name]["std"]) if name in entries else NONE
+            for name in methods
+        ]
+        task = f"{env}-{version}" if version else env
+        budgets = ours[(ours["env"] == env) & (ours["version"] == version)]["frames"].nunique()
+        rows.append([f"{task}, {frames:,} frames" if budgets > 1 else task, *shown])
+    changes = dict(zip(methods, pooled["change_percent"], strict=True))
+    rows.append(["Δ NMER", *(_format(changes[name], "{:+.1f} %") for name in methods)])
+    return ["environment", *methods], rows
+
+
 def show_table(frame: pd.DataFrame) -> Text:
     """The columns of `make_table` as people read them."""
-    header = ["environment", "method", "ratio", "seeds", "mean ± std", "paper"]
+    header = ["environment", "frames", "method", "ratio", "seeds", "mean ± std", "paper"]
     header += ["IQM [95 %]", "P(> uniform)", "Δ NMER", "time per run", "updates/s"]
     rows = []
     for row in frame.to_dict("records"):
         env = f"{row['env']}-{row['version']}" if row["version"] else row["env"]
         printed = _plus_minus(row.get("paper_mean"), row.get("paper_std"), "{:.0f}")
         if _missing(row.get("mean")):  # quoted
-            rows.append([env, row["method"], *[NONE] * 3, printed, *[NONE] * 5])
+            at = f"{paper.FRAMES:,}"
+            rows.append([env, at, row["method"], *[NONE] * 3, printed, *[NONE] * 5])
             continue
         seeds = int(row["seeds"])
         rows.append(
             [
                 env,
+                f"{row['frames']:,}",
                 " ".join([row["method"], row["setting"]]).strip(),
                 f"{row['replay_ratio']:g}",
                 f"{seeds} (few)" if seeds < paper.SEEDS else str(seeds),
