@@ -271,6 +271,7 @@ def test_a_table_by_hand():
     assert nmer["updates_per_second"] == pytest.approx(2000 / 1200)
     assert set(frame["method"][2:]) == set(paper.quoted("Hopper"))
     assert frame["mean"][2:].isna().all()
+    assert set(zip(frame["version"][2:], frame["frames"][2:], strict=True)) == {("", 200_000)}
 
 
 def test_the_pooled_table_by_hand():

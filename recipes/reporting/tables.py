@@ -24,16 +24,15 @@ def paper_figure(comparison: Comparison, task: Task, method: str) -> paper.Figur
 def make_table(comparison: Comparison, *, reps: int = REPS) -> pd.DataFrame:
     """One row for each task and method, and below them what the paper quotes of others."""
     rows = []
-    for task in comparison.tasks:
-        for method in comparison.methods:
-            if (cell := comparison.cell(task, method)) is not None:
-                rows.append(_row(comparison, cell, reps))
-        quoted = paper.quoted(task.env) if comparison.name == "best" else {}
+    for env in dict.fromkeys(task.env for task in comparison.tasks):
+        for task in comparison.tasks:
+            for method in comparison.methods if task.env == env else ():
+                if (cell := comparison.cell(task, method)) is not None:
+                    rows.append(_row(comparison, cell, reps))
+        quoted = paper.quoted(env) if comparison.name == "best" else {}
         for method, figure in quoted.items():
-            rows.append(
-                _place(comparison, task, method)
-                | {"paper_mean": figure.mean, "paper_std": figure.std, "paper_table": figure.table}
-            )
+            place = Task(comparison.algorithm, env, "", paper.FRAMES)
+            rows.append(_place(comparison, place, method) | _printed(figure))
     return pd.DataFrame(rows)
 
 
@@ -46,6 +45,10 @@ def _place(comparison: Comparison, task: Task, method: str) -> dict[str, object]
         "frames": task.frames,
         "method": method,
     }
+
+
+def _printed(figure: paper.Figure) -> dict[str, object]:
+    return {"paper_mean": figure.mean, "paper_std": figure.std, "paper_table": figure.table}
 
 
 def _row(comparison: Comparison, cell: Cell, reps: int) -> dict[str, object]:
@@ -67,7 +70,7 @@ def _row(comparison: Comparison, cell: Cell, reps: int) -> dict[str, object]:
     if nmer is not None:
         row["change_percent"] = change(cell.mean, nmer.mean)
     if (figure := paper_figure(comparison, task, cell.method)) is not None:
-        row |= {"paper_mean": figure.mean, "paper_std": figure.std, "paper_table": figure.table}
+        row |= _printed(figure)
     seconds = np.array([run.seconds[-1] for run in cell.runs])
     updates = np.array([run.updates[-1] for run in cell.runs])
     return row | {

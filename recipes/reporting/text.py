@@ -41,8 +41,9 @@ def show_table(frame: pd.DataFrame) -> Text:
         env = f"{row['env']}-{row['version']}" if row["version"] else row["env"]
         printed = _plus_minus(row.get("paper_mean"), row.get("paper_std"), "{:.0f}")
         if _missing(row.get("mean")):  # quoted
-            at = f"{paper.FRAMES:,}"
-            rows.append([env, at, row["method"], *[NONE] * 3, printed, *[NONE] * 5])
+            rows.append(
+                [env, f"{row['frames']:,}", row["method"], *[NONE] * 3, printed, *[NONE] * 5]
+            )
             continue
         seeds = int(row["seeds"])
         rows.append(
