@@ -629,6 +629,8 @@ def test_the_latex_is_well_formed(written):
     assert len(re.findall(r"(?<!\\)\$", plain)) % 2 == 0
     assert len(re.findall(r"(?<!\\){", plain)) == len(re.findall(r"(?<!\\)}", plain))
     assert r"50 \% \& more\_|\_\{x\}" in source
+    assert r"& $-$" in source
+    assert "Hopper-v5" in source
 
 
 def test_a_table_at_a_glance():

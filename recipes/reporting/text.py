@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 
 import pandas as pd
@@ -135,12 +136,15 @@ _LATEX = {sign: "\\" + sign for sign in "&%$#_{}"} | {
     "<": "$<$",
     "–": "--",
 }
+_MINUS = re.compile(r"(?<![\w-])-(?=\d)")  # of a number, not of a name
 
 
 def latex(text: Text, caption: str) -> str:
     """A `table` that needs no package."""
     header, rows = text
-    lines = [" & ".join(_escape(line, _LATEX)) + r" \\" for line in [header, *rows]]
+    lines = [
+        _MINUS.sub("$-$", " & ".join(_escape(line, _LATEX))) + r" \\" for line in [header, *rows]
+    ]
     return "\n".join(
         [
             r"\begin{table}[ht]",
