@@ -469,6 +469,13 @@ def spoil(directory, what):
             config_file.write_text("")
         case "missing setting":
             config_file.write_text(config_file.read_text().replace("kind: nmer", "k: 10"))
+        case "no frames":
+            metrics_file.write_text(content.replace("200000", "nan"))
+        case "zeros":
+            metrics_file.write_text(content.replace("200000,", "\x00" * 40 + ","))
+        case "no interval":
+            changed = config_file.read_text().replace("eval_every: 10000", "eval_every: often")
+            config_file.write_text(changed)
         case "no seed":
             config_file.write_text(config_file.read_text().replace("seed: 0", "seed: zero"))
 
@@ -491,7 +498,10 @@ def spoil(directory, what):
         ("yaml list", "its config is not a mapping"),
         ("empty config", "its config has no algorithm"),
         ("missing setting", "its config has no replay.kind"),
-        ("no seed", "its config has a value that is no number"),
+        ("no seed", "its config has seed=zero, which is no number"),
+        ("no interval", "its config has eval_every=often, which is no number"),
+        ("no frames", "its column frames has an entry that is no number"),
+        ("zeros", "its column frames has an entry that is no number"),
     ],
 )
 def test_a_bad_run_gets_a_line_and_does_not_stop_the_rest(tmp_path, what, words):

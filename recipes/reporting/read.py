@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -118,16 +119,19 @@ def make_run(source: str, config: Any, rows: Iterable[Mapping[str, Any]]) -> Run
     for name in ("frames", "eval/return"):
         if any(name not in row for row in rows):
             raise BadRunError(f"its metrics have no column {name}")
+    for name in ("seed", "total_frames", "eval_every", "replay_ratio"):
+        value = flat.get(name) or 0
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise BadRunError(f"its config has {name}={value}, which is no number")
+    frames = _column(rows, "frames")
+    if not np.isfinite(frames).all():
+        raise BadRunError("its column frames has an entry that is no number")
     run = RunData(
         source,
         flat,
-        _column(rows, "frames").astype(np.int64),
+        frames.astype(np.int64),
         *(_column(rows, name) for name in ("eval/return", "time/seconds", "train/updates")),
     )
-    try:
-        int(flat["seed"]), int(flat["total_frames"]), float(flat["replay_ratio"])
-    except (TypeError, ValueError) as error:
-        raise BadRunError(f"its config has a value that is no number ({error})") from None
     if (np.diff(run.frames) <= 0).any():
         raise BadRunError("its frames do not increase, as if two runs had written to one file")
     if not np.isfinite(run.returns).all():
@@ -158,9 +162,9 @@ def read_directory(directory: Path, tell: Tell) -> RunData:
         raise BadRunError(f"its config.yaml cannot be read ({reason})") from None
     try:
         text = (directory / "metrics.csv").read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
+        header, *lines = list(csv.reader(io.StringIO(text))) or [[]]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise BadRunError(f"its metrics.csv cannot be read ({error})") from None
-    header, *lines = list(csv.reader(io.StringIO(text))) or [[]]
     if lines and not text.endswith("\n"):
         tell(f"{directory}: the last line of metrics.csv is cut off and left out.")
         lines.pop()
