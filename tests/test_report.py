@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from rliable import library, metrics
-from test_recipe_parts import RECIPES, make_config
+from test_recipe_parts import RECIPES, _only_the_recipes_configs, make_config  # noqa: F401
 
 import report  # isort: skip
 from common import paper  # isort: skip
