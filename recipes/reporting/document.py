@@ -46,8 +46,8 @@ def write_report(
         tex.append(latex(glance, f"{comparison.title}: mean ± standard deviation"))
         tex.append(latex(show_table(tables[-1]), f"{comparison.title}: all statistics"))
         tex.append(latex(show_pooled_table(pooled[-1]), f"{comparison.title}: all tasks"))
-    pd.concat(tables).to_csv(out / "table.csv", index=False)
-    pd.concat(pooled).to_csv(out / "pooled.csv", index=False)
+    _join(tables).to_csv(out / "table.csv", index=False)
+    _join(pooled).to_csv(out / "pooled.csv", index=False)
     _settings(cells).to_csv(out / "settings.csv", index=False)
     (out / "tables.tex").write_text("\n".join(tex))
     ordered = notices[len(about_runs) :] + about_runs  # what matters most comes first
@@ -55,6 +55,11 @@ def write_report(
     (out / "report.md").write_text(
         "\n".join(["# Report\n", "## Read this first\n", first, _LEGEND, *page])
     )
+
+
+def _join(frames: list[pd.DataFrame]) -> pd.DataFrame:
+    """By rows: `pandas.concat` guesses about columns that some frames lack, and warns."""
+    return pd.DataFrame([row for frame in frames for row in frame.to_dict("records")])
 
 
 def _section(
