@@ -142,6 +142,14 @@ def test_probability_of_improvement_counts_pairs_and_half_of_ties():
     assert math.isnan(estimates.improvement(scores, baseline, reps=0).low)
 
 
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**31))
+def test_probability_of_improvement_is_rliables(runs, others, seed):
+    generator = np.random.default_rng(seed)
+    scores, baseline = (generator.integers(0, 4, (n, 3)) * 1.0 for n in (runs, others))
+    expected = metrics.probability_of_improvement(scores, baseline)
+    assert estimates.improvement(scores, baseline, reps=0).value == pytest.approx(expected)
+
+
 def test_a_single_run_has_no_interval():
     estimate = estimates.interquartile_mean(np.array([[3.0, 5.0]]))
     assert estimate.value == 4
