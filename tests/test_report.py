@@ -579,6 +579,7 @@ def test_the_whole_report(tmp_path, capsys):
     for words in ("FEW SEEDS", "TD3, each method at its best", "TD3, replay ratio 1", "SUNRISE"):
         assert words in page
     assert "replay ratio 20" not in page  # where there is one method
+    assert "both comparisons at once" not in page
     assert page.index("FEW SEEDS") < page.index("| environment |")
 
     frame = pd.read_csv(out / "table.csv")

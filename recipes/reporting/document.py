@@ -42,6 +42,9 @@ def write_report(
         tables.append(make_table(comparison, reps=reps))
         pooled.append(make_pooled_table(comparison, reps=reps))
         page.append(_section(out, comparison, tables[-1], pooled[-1], methods, reps))
+        ratios = {c.replay_ratio for c in cells if c.task.algorithm == comparison.algorithm}
+        if len(ratios) == 1:
+            page.append(f"All at replay ratio {ratios.pop():g}: both comparisons at once.\n")
         glance = show_glance(tables[-1], pooled[-1])
         tex.append(latex(glance, f"{comparison.title}: mean ± standard deviation"))
         tex.append(latex(show_table(tables[-1]), f"{comparison.title}: all statistics"))
@@ -74,7 +77,6 @@ def _section(
     draw_curves(out / f"curves-{name}.png", comparison, methods)
     parts = [
         f"## {comparison.title}\n",
-        *_equal_anyway(comparison),
         markdown(show_glance(table, pooled)),
         markdown(show_table(table)),
         "All tasks:\n",
@@ -87,13 +89,6 @@ def _section(
         draw_profiles(out / f"profiles-{name}.png", comparison.title, shares, methods)
         parts.append(f"![Performance profiles](profiles-{name}.png)\n")
     return "\n".join(parts)
-
-
-def _equal_anyway(comparison: Comparison) -> list[str]:
-    ratios = {cell.replay_ratio for cell in comparison.cells}
-    if comparison.name != "best" or len(ratios) > 1:
-        return []
-    return [f"All at replay ratio {ratios.pop():g}: both comparisons, at once.\n"]
 
 
 def _settings(cells: Sequence[Cell]) -> pd.DataFrame:
