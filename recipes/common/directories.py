@@ -12,7 +12,7 @@ from common.checkpoint import FILE
 from common.errors import UsageError
 
 # What may differ between a run and its continuation.
-_FREE = {"resume", "run_dir", "checkpoint_every", "threads", "video", "logger", "compile", "device"}
+FREE = {"resume", "run_dir", "checkpoint_every", "threads", "video", "logger", "compile", "device"}
 
 
 def place_in_sweep(cfg: DictConfig, folder: str, overrides: str) -> bool:
@@ -114,22 +114,23 @@ def _raise_if_different(directory: Path, cfg: DictConfig) -> None:
 
 def _differences(directory: Path, cfg: DictConfig) -> list[str]:
     """What the run in the directory was made with where that is not what is asked for now."""
-    there = _flatten(OmegaConf.to_container(OmegaConf.load(directory / "config.yaml")))
-    here = _flatten(OmegaConf.to_container(cfg, resolve=True))
+    there = flatten(OmegaConf.to_container(OmegaConf.load(directory / "config.yaml")))
+    here = flatten(OmegaConf.to_container(cfg, resolve=True))
     names = sorted(there.keys() | here.keys())
     return [
         f"{name}={there.get(name, 'nothing')}"
         for name in names
-        if name.split(".")[0] not in _FREE and there.get(name) != here.get(name)
+        if name.split(".")[0] not in FREE and there.get(name) != here.get(name)
     ]
 
 
-def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings to one, whose names are joined by dots."""
     if not isinstance(tree, dict):
         return {prefix[:-1]: tree}
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{name}.")
+        flat |= flatten(value, f"{prefix}{name}.")
     return flat
 
 

@@ -1,17 +1,33 @@
-"""The paper's settings for an algorithm, an environment and a replay method.
+"""The paper's settings and results for an algorithm, an environment and a replay method.
 
-`paper.csv` is its table of ablations at 200K frames; the rows marked best are the defaults here.
-Where it has no row, the rules below decide; they are ours.
+Both files hold tables of Sander et al., *Neighborhood Mixup Experience Replay* (L4DC 2022), at 200K
+frames and four seeds. `paper.csv` is its ablations; the rows marked best are the defaults here, and
+where it has no row, the rules below decide; they are ours. `results.csv` is its results: `main` (U,
+PER, CT, NMER), `additional` (1NN-Mixup, Mixup, S4RL, Noisy) and `quoted`, which the paper itself
+quotes from Lee et al., *SUNRISE* (ICML 2021). Ten cells of `main` differ from the best ablation;
+both stand as printed.
 """
 
 from __future__ import annotations
 
 import csv
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 LOCOMOTION = ("Ant", "HalfCheetah", "Hopper", "Swimmer", "Walker2d", "Humanoid")
 KINDS = {"uniform": "U", "per": "PER", "ct": "CT", "nmer": "NMER"}
+NAMES = KINDS | {"1nn": "1NN-Mixup", "mixup": "Mixup", "s4rl": "S4RL", "noisy": "Noisy"}
+FRAMES, SEEDS, VERSION = 200_000, 4, "v2"  # of every result
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A result as printed: mean and standard deviation of the return over seeds."""
+
+    mean: float
+    std: float
+    table: str
 
 
 @cache
@@ -44,3 +60,43 @@ def setting(name: str, algorithm: str, env: str, kind: str) -> int | float | Non
     if not text:
         return small[name]
     return int(text) if name in ("k", "replay_ratio") else float(text)
+
+
+@cache
+def _results() -> dict[tuple[str, str, str], Figure]:
+    with (Path(__file__).parent / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    # The tables agree on NMER, which is in all three.
+    return {
+        (row["algorithm"], row["env"], row["replay"]): Figure(
+            float(row["mean"]), float(row["std"]), row["table"]
+        )
+        for row in sorted(rows, key=lambda row: row["table"] == "main")
+    }
+
+
+def result(algorithm: str, env: str, kind: str) -> Figure | None:
+    """What the paper reports for a method at its best, if it does."""
+    return _results().get((algorithm.upper(), env, NAMES.get(kind, "")))
+
+
+def result_at(algorithm: str, env: str, kind: str, replay_ratio: float) -> Figure | None:
+    """The best of the paper's ablations for a method at that replay ratio, if there is one."""
+    with (Path(__file__).parent / "paper.csv").open() as file:
+        rows = [
+            Figure(float(row["mean"]), float(row["std"]), "ablations")
+            for row in csv.DictReader(file)
+            if (row["algorithm"], row["env"], row["replay"])
+            == (algorithm.upper(), env, NAMES.get(kind))
+            and float(row["replay_ratio"]) == replay_ratio
+        ]
+    return max(rows, key=lambda row: row.mean, default=None)
+
+
+def quoted(env: str) -> dict[str, Figure]:
+    """Other methods' results on an environment, as the paper quotes them."""
+    return {
+        method: figure
+        for (_, task, method), figure in _results().items()
+        if task == env and figure.table == "quoted"
+    }

@@ -186,7 +186,7 @@ class Run:
         seconds = frames_left * self.cfg.replay_ratio / rate
         if seconds >= _LONG:
             self.bar.write(
-                f"About {_duration(seconds)} to go on this machine: {frames_left:,} frames with "
+                f"About {duration(seconds)} to go on this machine: {frames_left:,} frames with "
                 f"{self.cfg.replay_ratio} updates each at {rate:.0f} updates/s. To shorten it: "
                 "replay_ratio=1, a smaller total_frames, or device=cuda where there is one. "
                 "It can be stopped by Ctrl-C and continued by resume=auto.",
@@ -235,7 +235,7 @@ class Run:
             self._logger.summarize({"score": self.score})
         print(
             f"{self.cfg.name}: score {self.score:.1f} (mean of the last {summary['window']} "
-            f"evaluations), {self.updates:,} updates in {_duration(seconds)}; "
+            f"evaluations), {self.updates:,} updates in {duration(seconds)}; "
             f"see {self.directory}"
         )
 
@@ -258,7 +258,8 @@ class Run:
         self.seconds, self.logger_id = state["seconds"], state["logger_id"]
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds in words, such as "12 min"."""
     minutes, hours = seconds / 60, seconds / 3600
     if hours >= 2:
         return f"{hours:.0f} h"

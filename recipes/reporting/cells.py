@@ -1,0 +1,202 @@
+"""Which runs are seeds of one setting, and which settings are compared."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reporting.read import RunData, Tell
+
+
+@dataclass(frozen=True, order=True)
+class Task:
+    """What methods are compared on; other versions and other budgets are other tasks."""
+
+    algorithm: str
+    env: str
+    version: str
+    frames: int
+
+    @property
+    def name(self) -> str:
+        """As in `Hopper-v5`."""
+        return f"{self.env}-{self.version}" if self.version else self.env
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """The seeds of one setting, all of them at the same step."""
+
+    task: Task
+    method: str
+    replay_ratio: float
+    setting: str  # what tells it from others of this task, method and replay ratio
+    runs: tuple[RunData, ...]
+
+    @property
+    def scores(self) -> NDArray[np.float64]:
+        """Of each run: `[n]`."""
+        return np.array([run.score for run in self.runs])
+
+    @property
+    def mean(self) -> float:
+        """Of the scores."""
+        return float(self.scores.mean())
+
+    @property
+    def std(self) -> float:
+        """Of the scores, unbiased; NaN for a single run."""
+        return float(self.scores.std(ddof=1)) if len(self.runs) > 1 else np.nan
+
+    @property
+    def label(self) -> str:
+        """For a notice."""
+        words = [self.task.algorithm, self.task.name, self.method]
+        words.append(f"replay_ratio={self.replay_ratio:g}")
+        return " ".join([*words, self.setting] if self.setting else words)
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """At most one cell for each task and method of one algorithm."""
+
+    algorithm: str
+    name: str  # `best`, or as `ratio-20`
+    cells: tuple[Cell, ...]
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        if self.name == "best":
+            how = "each method at its best"
+        else:
+            how = f"replay ratio {self.name.removeprefix('ratio-')}"
+        return f"{self.algorithm.upper()}, {how}"
+
+    @property
+    def tasks(self) -> list[Task]:
+        """In order."""
+        return sorted({cell.task for cell in self.cells})
+
+    @property
+    def methods(self) -> list[str]:
+        """Uniform first, NMER next, others by name."""
+        first = {"uniform": 0, "nmer": 1}
+        return sorted({c.method for c in self.cells}, key=lambda name: (first.get(name, 2), name))
+
+    def cell(self, task: Task, method: str) -> Cell | None:
+        """The cell of a task and a method, if there is one."""
+        for cell in self.cells:
+            if (cell.task, cell.method) == (task, method):
+                return cell
+        return None
+
+
+def make_cells(runs: Iterable[RunData], tell: Tell, *, at: int | None = None) -> list[Cell]:
+    """Groups runs into cells.
+
+    Runs whose configs differ in more than the seed are never averaged: each setting is a cell, and
+    a line says so. All runs of a cell are scored at the same step: `at`, or the budget. Runs that
+    have not got there are left out; where none has, the cell is scored at the step that all have
+    reached.
+    """
+    settings: dict[tuple, list[RunData]] = defaultdict(list)
+    for run in runs:
+        settings[run.setting].append(run)
+    drafts: dict[tuple, list[tuple[RunData, ...]]] = defaultdict(list)
+    for group in settings.values():
+        for task, members in _at_one_step(_one_per_seed(group, tell), tell, at):
+            ratio = float(members[0].config["replay_ratio"])
+            drafts[task, members[0].method, ratio].append(members)
+    cells = []
+    for (task, method, ratio), groups in drafts.items():
+        names = _differing(groups)
+        for members in groups:
+            setting = " ".join(f"{name}={members[0].config.get(name)}" for name in names)
+            cells.append(Cell(task, method, ratio, setting, members))
+        if len(groups) > 1:
+            made = cells[-len(groups) :]
+            counts = "; ".join(f"{cell.setting} ({len(cell.runs)} runs)" for cell in made)
+            tell(
+                f"Mixed configs: {task.algorithm} {task.name} {method} replay_ratio={ratio:g} was "
+                f"run with {counts}. They are not averaged: each is a row of its own."
+            )
+    return sorted(cells, key=lambda c: (c.task, c.method, c.replay_ratio, c.setting))
+
+
+def _one_per_seed(group: list[RunData], tell: Tell) -> list[RunData]:
+    """The run of each seed that got furthest: the same seed twice is no second sample."""
+    seeds: dict[int, RunData] = {}
+    for run in sorted(group, key=lambda run: (run.frames[-1], run.source)):
+        if (other := seeds.get(run.seed)) is not None:
+            tell(f"{other.source}: left out, {run.source} is the same config and seed.")
+        seeds[run.seed] = run
+    return [seeds[seed] for seed in sorted(seeds)]
+
+
+def _at_one_step(
+    group: list[RunData], tell: Tell, at: int | None
+) -> list[tuple[Task, tuple[RunData, ...]]]:
+    """The runs that reach the step to score at, ended there; nothing where none does."""
+    first = group[0]
+    step = at or first.total_frames
+    there = [run for run in group if run.reaches(step)]
+    short = [run for run in group if not run.reaches(step)]
+    for run in short if there or at else []:
+        tell(
+            f"{run.source}: left out, it is at {run.frames[-1]:,} of {step:,} frames; "
+            f"`--at {run.frames[-1]}` scores every run at that step."
+        )
+    if not there and at is None:
+        there, step = group, int(min(run.frames[-1] for run in group))
+        names = ", ".join(run.source for run in group)
+        tell(
+            f"Unfinished: no run of {first.total_frames:,} frames is there yet of {names}; "
+            f"scored at {step:,} frames, which all of these have reached."
+        )
+    ended = tuple(run for run in (run.until(step) for run in there) if len(run.frames))
+    if not ended:
+        return []
+    version = str(first.config.get("env.version") or "")
+    algorithm, env = str(first.config["algorithm"]), str(first.config["env.name"])
+    return [(Task(algorithm, env, version, step), ended)]
+
+
+def _differing(groups: list[tuple[RunData, ...]]) -> list[str]:
+    """Names of the settings that are not the same in all groups."""
+    settings = [dict(members[0].setting) for members in groups]
+    names = sorted(set().union(*settings))
+    return [name for name in names if len({setting.get(name) for setting in settings}) > 1]
+
+
+def compare(cells: Iterable[Cell]) -> list[Comparison]:
+    """For each algorithm: every method at its best, and all methods at each replay ratio.
+
+    The best setting is the one with the highest mean score. A comparison at one replay ratio is
+    left out where it would have a single method, or where there is only one ratio anyway.
+    """
+    algorithms: dict[str, list[Cell]] = defaultdict(list)
+    for cell in cells:
+        algorithms[cell.task.algorithm].append(cell)
+    comparisons = []
+    for algorithm, members in sorted(algorithms.items()):
+        comparisons.append(Comparison(algorithm, "best", _best(members)))
+        ratios = sorted({cell.replay_ratio for cell in members})
+        for ratio in ratios if len(ratios) > 1 else []:
+            equal = _best(cell for cell in members if cell.replay_ratio == ratio)
+            if len({cell.method for cell in equal}) > 1:
+                comparisons.append(Comparison(algorithm, f"ratio-{ratio:g}", equal))
+    return comparisons
+
+
+def _best(cells: Iterable[Cell]) -> tuple[Cell, ...]:
+    best: dict[tuple[Task, str], Cell] = {}
+    for cell in cells:
+        other = best.get((cell.task, cell.method))
+        if other is None or cell.mean > other.mean:
+            best[cell.task, cell.method] = cell
+    return tuple(best.values())

@@ -1,0 +1,110 @@
+"""The report: its tables, its figures, and the page that holds them together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from common.runs import WINDOW
+from tqdm import tqdm
+
+from reporting.cells import Cell, Comparison, compare
+from reporting.estimates import REPS, normalize, profiles
+from reporting.figures import draw_curves, draw_profiles
+from reporting.notices import tell_about_cells, tell_about_comparison
+from reporting.read import Tell
+from reporting.tables import make_pooled_table, make_table, pool
+from reporting.text import latex, markdown, show_glance, show_pooled_table, show_table
+
+_LEGEND = f"""\
+Scores are the mean of the last {WINDOW} evaluations of a run; mean ± standard deviation and the
+interquartile mean (IQM) are over seeds, with 95 % stratified-bootstrap intervals. P(> uniform) is
+the probability that a run beats one of uniform replay. Δ NMER is the change against NMER in
+percent, averaged over as many tasks as are in brackets. Rows without seeds are quoted by the paper.
+The best setting of a method is the one with the highest mean of these very runs, which flatters
+methods with more settings. At equal replay ratio the paper's figures are of its ablations.
+"""
+
+
+def write_report(
+    out: Path, cells: Sequence[Cell], notices: list[str], tell: Tell, *, reps: int = REPS
+) -> None:
+    """Writes the page, the tables as files of their own, and the figures."""
+    comparisons, about_runs = compare(cells), list(notices)
+    tell_about_cells(cells, tell)
+    for comparison in comparisons:
+        tell_about_comparison(comparison, tell)
+    out.mkdir(parents=True, exist_ok=True)
+    methods = sorted({cell.method for cell in cells}, key=lambda name: (name != "nmer", name))
+    tables, pooled, page, tex = [], [], [], []
+    for comparison in tqdm(comparisons, desc="statistics", unit="comparison", disable=None):
+        tables.append(make_table(comparison, reps=reps))
+        pooled.append(make_pooled_table(comparison, reps=reps))
+        page.append(_section(out, comparison, tables[-1], pooled[-1], methods, reps))
+        ratios = {c.replay_ratio for c in cells if c.task.algorithm == comparison.algorithm}
+        if len(ratios) == 1:
+            page.append(f"All at replay ratio {ratios.pop():g}: both comparisons at once.\n")
+        glance = show_glance(tables[-1], pooled[-1])
+        tex.append(latex(glance, f"{comparison.title}: mean ± standard deviation"))
+        tex.append(latex(show_table(tables[-1]), f"{comparison.title}: all statistics"))
+        tex.append(latex(show_pooled_table(pooled[-1]), f"{comparison.title}: all tasks"))
+    _join(tables).to_csv(out / "table.csv", index=False)
+    _join(pooled).to_csv(out / "pooled.csv", index=False)
+    _settings(cells).to_csv(out / "settings.csv", index=False)
+    (out / "tables.tex").write_text("\n".join(tex))
+    ordered = notices[len(about_runs) :] + about_runs  # what matters most comes first
+    first = "".join(f"- {notice}\n" for notice in ordered) or "- Nothing to object to.\n"
+    (out / "report.md").write_text(
+        "\n".join(["# Report\n", "## Read this first\n", first, _LEGEND, *page])
+    )
+
+
+def _join(frames: list[pd.DataFrame]) -> pd.DataFrame:
+    """By rows: `pandas.concat` guesses about columns that some frames lack, and warns."""
+    return pd.DataFrame([row for frame in frames for row in frame.to_dict("records")])
+
+
+def _section(
+    out: Path,
+    comparison: Comparison,
+    table: pd.DataFrame,
+    pooled: pd.DataFrame,
+    methods: list[str],
+    reps: int,
+) -> str:
+    name = f"{comparison.algorithm}-{comparison.name}"
+    draw_curves(out / f"curves-{name}.png", comparison, methods)
+    parts = [
+        f"## {comparison.title}\n",
+        markdown(show_glance(table, pooled)),
+        markdown(show_table(table)),
+        "All tasks:\n",
+        markdown(show_pooled_table(pooled)),
+        f"![Learning curves](curves-{name}.png)\n",
+    ]
+    _, scores = pool(comparison)
+    if scores:
+        shares = profiles(normalize(scores), reps=reps)
+        draw_profiles(out / f"profiles-{name}.png", comparison.title, shares, methods)
+        parts.append(f"![Performance profiles](profiles-{name}.png)\n")
+    return "\n".join(parts)
+
+
+def _settings(cells: Sequence[Cell]) -> pd.DataFrame:
+    """Every cell, also those that are not the best of their method, and where its runs are."""
+    return pd.DataFrame(
+        {
+            "algorithm": cell.task.algorithm,
+            "env": cell.task.name,
+            "frames": cell.task.frames,
+            "method": cell.method,
+            "replay_ratio": cell.replay_ratio,
+            "setting": cell.setting,
+            "seeds": " ".join(str(run.seed) for run in cell.runs),
+            "mean": cell.mean,
+            "std": cell.std,
+            "runs": " ".join(run.source for run in cell.runs),
+        }
+        for cell in cells
+    )

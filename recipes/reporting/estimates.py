@@ -1,0 +1,116 @@
+"""Statistics over seeds and tasks, by rliable and SciPy.
+
+Score matrices are `[runs, tasks]`. Intervals are of 95 % by the percentiles of a stratified
+bootstrap: the runs of each task are drawn again with replacement, the tasks stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from rliable import library, metrics
+from scipy.stats import mannwhitneyu
+
+Scores = NDArray[np.float64]
+REPS = 2_000  # bootstrap samples
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its interval; the bounds are NaN where single runs leave none to draw from."""
+
+    value: float
+    low: float = np.nan
+    high: float = np.nan
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """Share of runs with a score above each of `thresholds`, and its interval; all `[n]`."""
+
+    thresholds: Scores
+    share: Scores
+    low: Scores
+    high: Scores
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """For rliable, which draws from NumPy's global generator whatever it is given."""
+    state = np.random.get_state()
+    np.random.seed(0)
+    try:
+        yield
+    finally:
+        np.random.set_state(state)
+
+
+def _estimate(function: Callable[..., float], reps: int, *scores: Scores) -> Estimate:
+    value = float(function(*scores))
+    if min(len(matrix) for matrix in scores) < 2:
+        return Estimate(value)
+    given = scores[0] if len(scores) == 1 else list(scores)
+    with _seeded():
+        _, intervals = library.get_interval_estimates(
+            {"": given}, lambda *drawn: np.array([function(*drawn)]), reps=reps
+        )
+    low, high = intervals[""][:, 0]
+    return Estimate(value, float(low), float(high))
+
+
+def interquartile_mean(scores: Scores, *, reps: int = REPS) -> Estimate:
+    """Mean of the middle half of all runs on all tasks."""
+    return _estimate(metrics.aggregate_iqm, reps, scores)
+
+
+def improvement(scores: Scores, baseline: Scores, *, reps: int = REPS) -> Estimate:
+    """Probability that a run is better than one of the baseline, averaged over tasks.
+
+    A tie counts as half. `reps=0` leaves out the interval, which takes seconds.
+    """
+    if not reps:
+        return Estimate(_probability(scores, baseline))
+    return _estimate(_probability, reps, scores, baseline)
+
+
+def _probability(scores: Scores, baseline: Scores) -> float:
+    """As `rliable.metrics.probability_of_improvement`, for all tasks in one call."""
+    pairs = len(scores) * len(baseline)
+    return float(mannwhitneyu(scores, baseline, method="asymptotic").statistic.mean() / pairs)
+
+
+def profiles(scores: Mapping[str, Scores], *, reps: int = REPS) -> dict[str, Profile]:
+    """Of each method, over normalized scores; the interval is the share itself for single runs."""
+    thresholds = np.linspace(0, 1, 101)
+    with _seeded():
+        shares, intervals = library.create_performance_profile(dict(scores), thresholds, reps=reps)
+    return {name: Profile(thresholds, shares[name], *intervals[name]) for name in scores}
+
+
+def normalize(scores: Mapping[str, Scores]) -> dict[str, Scores]:
+    """Each task to 0 for the lowest and 1 for the highest run of all methods; 0.5 if all are equal.
+
+    Returns differ by orders of magnitude between tasks, and may be negative: only so can they be
+    pooled.
+    """
+    low = np.min([matrix.min(0) for matrix in scores.values()], axis=0)
+    spread = np.max([matrix.max(0) for matrix in scores.values()], axis=0) - low
+    return {
+        name: np.where(spread > 0, (matrix - low) / np.where(spread > 0, spread, 1), 0.5)
+        for name, matrix in scores.items()
+    }
+
+
+def change(mean: float, reference: float) -> float:
+    """The paper's change in percent against NMER: `100 * (mean - reference) / reference`.
+
+    Not below -100, without which the paper's rows for methods with negative returns do not come
+    out; NaN where the reference is not positive, since there is nothing to take a share of.
+    """
+    if not reference > 0:
+        return np.nan
+    return max(100 * (mean - reference) / reference, -100.0)

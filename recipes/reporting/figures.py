@@ -1,0 +1,106 @@
+"""Learning curves and performance profiles."""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from common import paper
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from reporting.cells import Cell, Comparison, Task
+from reporting.estimates import Profile
+
+_COLUMNS = 3  # panels side by side
+_DASHES = {
+    "SUNRISE": (0, (6, 2)),
+    "POPLIN-P": (0, (4, 2, 1, 2)),
+    "POPLIN-A": (0, (3, 2)),
+    "PETS": (0, (4, 2, 1, 2, 1, 2)),
+    "METRPO": (0, (1, 2)),
+}
+
+
+def _color(methods: list[str], method: str) -> Any:
+    return matplotlib.colormaps["tab10"](methods.index(method) % 10)
+
+
+def draw_curves(path: Path, comparison: Comparison, methods: list[str]) -> None:
+    """A panel for each task; `methods` are all of the report, so that each keeps its color."""
+    tasks = comparison.tasks
+    columns = 2 if len(tasks) == 4 else min(_COLUMNS, len(tasks))
+    lines = math.ceil(len(tasks) / columns)
+    figure = Figure(figsize=(4.2 * max(columns, 1.4), 3.2 * lines + 0.6), layout="constrained")
+    grid = figure.subplots(lines, columns, squeeze=False)
+    for axes, task in zip(grid.flat, tasks, strict=False):
+        for method in comparison.methods:
+            if (cell := comparison.cell(task, method)) is not None:
+                _draw_cell(axes, cell, _color(methods, method))
+        _draw_quoted(axes, task)
+        counts = sorted({len(cell.runs) for cell in comparison.cells if cell.task == task})
+        seeds = " to ".join(str(n) for n in {counts[0]: 0, counts[-1]: 0})
+        axes.set_title(f"{task.name} ({seeds} seed{'s' if counts[-1] > 1 else ''})", fontsize=10)
+        axes.set(xlabel="environment frames", xlim=(0, task.frames))
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.grid(alpha=0.3)
+    for axes in grid.flat[len(tasks) :]:
+        axes.set_axis_off()
+    for axes in grid[:, 0]:
+        axes.set_ylabel("return")
+    handles = {
+        label: handle
+        for axes in grid.flat
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.suptitle(comparison.title, fontsize=11)
+    figure.legend(
+        list(handles.values()), list(handles), loc="outside lower center", ncols=5, fontsize=9
+    )
+    figure.savefig(path, dpi=110)
+
+
+def _draw_cell(axes: Axes, cell: Cell, color: Any) -> None:
+    """The mean of the smoothed returns over seeds, and one standard deviation around it."""
+    frames = reduce(np.intersect1d, [run.frames for run in cell.runs])
+    curves = np.stack([run.smooth_returns[np.isin(run.frames, frames)] for run in cell.runs])
+    mean = curves.mean(0)
+    axes.plot(frames, mean, color=color, label=cell.method)
+    if len(curves) > 1:
+        std = curves.std(0, ddof=1)
+        axes.fill_between(frames, mean - std, mean + std, color=color, alpha=0.2, linewidth=0)
+
+
+def _draw_quoted(axes: Axes, task: Task) -> None:
+    """What the paper quotes of others, where the budget is the paper's."""
+    for name, result in paper.quoted(task.env).items() if task.frames == paper.FRAMES else ():
+        axes.axhline(
+            result.mean,
+            color="0.35",
+            linestyle=_DASHES[name],
+            linewidth=1.1,
+            label=f"{name} (quoted)",
+        )
+
+
+def draw_profiles(path: Path, title: str, profiles: dict[str, Profile], methods: list[str]) -> None:
+    """Share of runs above each normalized score, with 95 % bands."""
+    figure = Figure(figsize=(5.2, 3.8), layout="constrained")
+    axes = figure.subplots()
+    for method, profile in profiles.items():
+        color = _color(methods, method)
+        axes.step(profile.thresholds, profile.share, where="post", color=color, label=method)
+        band = (profile.thresholds, profile.low, profile.high)
+        axes.fill_between(*band, step="post", color=color, alpha=0.2, linewidth=0)
+    axes.set_title(title, fontsize=10)
+    axes.set(xlabel="normalized score", ylabel="share of runs above it")
+    axes.set(xlim=(0, 1), ylim=(-0.02, 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9)
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,108 @@
+"""What a reader must know before believing the numbers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from common import paper
+
+from reporting.cells import Cell, Comparison, Task
+from reporting.read import Tell
+from reporting.tables import pool
+
+# What the paper itself sets for each method; anything else should be the same for all.
+_OF_A_METHOD = ("replay", "replay_ratio", "actor_l2", "grad_clip")
+
+
+def tell_about_cells(cells: Sequence[Cell], tell: Tell) -> None:
+    """Few seeds, several budgets or versions, and what differs from the paper's."""
+    few = [cell for cell in cells if len(cell.runs) < paper.SEEDS]
+    if few:
+        names = _some([f"{cell.label}: {len(cell.runs)}" for cell in few])
+        tell(
+            f"FEW SEEDS: {len(few)} of {len(cells)} rows have fewer than the paper's "
+            f"{paper.SEEDS} seeds ({names}). Bootstrap intervals of so few are too narrow, and no "
+            "order of methods is settled by them."
+        )
+    tasks = sorted({cell.task for cell in cells})
+    envs: dict[tuple[str, str], list[Task]] = defaultdict(list)
+    for task in tasks:
+        envs[task.algorithm, task.env].append(task)
+    for (algorithm, env), group in envs.items():
+        if len({task.frames for task in group}) > 1:
+            steps = ", ".join(f"{frames:,}" for frames in sorted({t.frames for t in group}))
+            tell(
+                f"BUDGETS DIFFER: {algorithm} on {env} was scored at {steps} frames. These are "
+                f"tasks of their own and not compared; `--at {min(t.frames for t in group)}` "
+                "scores all at the same step."
+            )
+        if len({task.version for task in group}) > 1:
+            versions = ", ".join(sorted({task.version for task in group}))
+            tell(
+                f"ENVIRONMENT VERSIONS DIFFER: {algorithm} on {env} was run on {versions}. These "
+                "are tasks of their own and not compared."
+            )
+    known = [task for task in tasks if paper.result(task.algorithm, task.env, "nmer")]
+    if other := [task for task in known if task.frames != paper.FRAMES]:
+        names = ", ".join(f"{task.algorithm} {task.name} {task.frames:,}" for task in other)
+        tell(
+            f"NOT THE PAPER'S BUDGET: its figures are at {paper.FRAMES:,} frames, these are not: "
+            f"{names}. Compare the rows with one another, not with the paper's column."
+        )
+    if other := [task for task in known if task.version != paper.VERSION]:
+        names = ", ".join(sorted({task.name for task in other}))
+        tell(
+            f"NOT THE PAPER'S ENVIRONMENTS: it ran {paper.VERSION}, which is gone; these "
+            f"are {names}. Rewards and observations have changed since (v4 is nearest)."
+        )
+
+
+def tell_about_comparison(comparison: Comparison, tell: Tell) -> None:
+    """Settings that are unequal, references that are missing, tasks that cannot be pooled."""
+    for task in comparison.tasks:
+        cells = [cell for cell in comparison.cells if cell.task == task]
+        for name, values in _unequal(cells):
+            tell(
+                f"UNEQUAL SETTINGS: in {comparison.title}, {task.name}, methods differ in more "
+                f"than the replay: {name} is {values}."
+            )
+        nmer = comparison.cell(task, "nmer")
+        if nmer is not None and not nmer.mean > 0:
+            tell(
+                f"No change in percent for {comparison.title}, {task.name}: NMER's mean is "
+                f"{nmer.mean:.1f}, and a share of what is not positive means nothing."
+            )
+    for method, missing in (("uniform", "probability of improvement"), ("nmer", "change")):
+        if method not in comparison.methods:
+            tell(f"No {missing} for {comparison.title}: there is no run of {method}.")
+    tasks, scores = pool(comparison)
+    if left := [task.name for task in comparison.tasks if task not in tasks]:
+        tell(
+            f"{comparison.title}: pooled over {len(tasks)} of {len(comparison.tasks)} tasks, those "
+            f"that every method was run on; without {', '.join(left)}."
+        )
+    for method, matrix in scores.items():
+        counts = [len(cell.runs) for task in tasks if (cell := comparison.cell(task, method))]
+        if max(counts) > len(matrix):
+            tell(
+                f"{comparison.title}: {method} has {min(counts)} to {max(counts)} seeds a task; "
+                f"the first {len(matrix)} of each are pooled."
+            )
+
+
+def _some(names: list[str], most: int = 6) -> str:
+    more = len(names) - most
+    return "; ".join(names[:most]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _unequal(cells: Sequence[Cell]) -> list[tuple[str, str]]:
+    """Settings apart from those of a method that differ between the cells of a task."""
+    settings = {cell.method: dict(cell.runs[0].setting) for cell in cells}
+    names = sorted({name for setting in settings.values() for name in setting})
+    return [
+        (name, ", ".join(f"{cell.runs[0].config.get(name)} ({cell.method})" for cell in cells))
+        for name in names
+        if name.split(".")[0] not in _OF_A_METHOD
+        and len({setting.get(name) for setting in settings.values()}) > 1
+    ]

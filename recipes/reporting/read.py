@@ -1,0 +1,194 @@
+"""Reading runs: from a run directory, or from rows and a config that come from elsewhere."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from common.directories import FREE, flatten
+from common.runs import WINDOW
+from numpy.typing import NDArray
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+Tell = Callable[[str], None]
+
+# What a run needs to be placed in a table; the rest of its config only tells settings apart.
+_NEEDED = ("algorithm", "env.name", "replay.kind", "replay_ratio", "seed", "total_frames")
+_FREE = FREE | {"name", "seed"}  # what may differ between runs that are seeds of one setting
+
+
+class BadRunError(Exception):
+    """Something that cannot be read as a run; the message says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class RunData:
+    """One run: its flat config, and its evaluations in order of frames, each `[n]`."""
+
+    source: str
+    config: Mapping[str, Any]
+    frames: NDArray[np.int64]
+    returns: NDArray[np.float64]
+    seconds: NDArray[np.float64]  # since the start, NaN where not known
+    updates: NDArray[np.float64]  # the same
+
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+        return int(self.config["seed"])
+
+    @property
+    def total_frames(self) -> int:
+        """What the run was to have, whether or not it got there."""
+        return int(self.config["total_frames"])
+
+    @property
+    def method(self) -> str:
+        """The replay method; Continuous Transition with a learned alpha is one of its own."""
+        kind = str(self.config["replay.kind"])
+        return f"{kind}-tuned" if self.config.get("replay.tuned") else kind
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last evaluation of the budget is there."""
+        return self.reaches(self.total_frames)
+
+    @property
+    def setting(self) -> tuple[tuple[str, str], ...]:
+        """The config without what may differ between seeds."""
+        return tuple(
+            sorted(
+                (name, _plain(value))
+                for name, value in self.config.items()
+                if name.split(".")[0] not in _FREE and value is not None
+            )
+        )
+
+    def reaches(self, frames: int) -> bool:
+        """Whether the run has every evaluation up to `frames`."""
+        every = int(self.config.get("eval_every") or self.frames[0])
+        return bool(self.frames[-1] + every > frames)
+
+    def until(self, frames: int) -> RunData:
+        """The same run, ended there."""
+        there = self.frames <= frames
+        return replace(
+            self,
+            frames=self.frames[there],
+            returns=self.returns[there],
+            seconds=self.seconds[there],
+            updates=self.updates[there],
+        )
+
+    @property
+    def score(self) -> float:
+        """Mean of the last evaluations, as many as the paper's window has."""
+        return float(self.returns[-WINDOW:].mean())
+
+    @property
+    def smooth_returns(self) -> NDArray[np.float64]:
+        """The score at each evaluation: `[n]`, of which the last is `score`."""
+        ends = range(1, len(self.returns) + 1)
+        return np.array([self.returns[max(0, end - WINDOW) : end].mean() for end in ends])
+
+
+def _plain(value: Any) -> str:
+    """The same for 1 and 1.0: JSON, through which W&B passes a config, keeps them not apart."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return str(float(value)) if number else str(value)
+
+
+def make_run(source: str, config: Any, rows: Iterable[Mapping[str, Any]]) -> RunData:
+    """A run from its config and its rows of metrics, or a `BadRunError`."""
+    if not isinstance(config, Mapping):
+        raise BadRunError("its config is not a mapping of names to values")
+    flat = flatten(config)
+    if missing := [name for name in _NEEDED if flat.get(name) is None]:
+        raise BadRunError(f"its config has no {', '.join(missing)}")
+    rows = list(rows)
+    if not rows:
+        raise BadRunError("it has no evaluation yet")
+    for name in ("frames", "eval/return"):
+        if any(name not in row for row in rows):
+            raise BadRunError(f"its metrics have no column {name}")
+    for name in ("seed", "total_frames", "eval_every", "replay_ratio"):
+        value = flat.get(name) or 0
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise BadRunError(f"its config has {name}={value}, which is no number")
+    frames = _column(rows, "frames")
+    if not np.isfinite(frames).all():
+        raise BadRunError("its column frames has an entry that is no number")
+    run = RunData(
+        source,
+        flat,
+        frames.astype(np.int64),
+        *(_column(rows, name) for name in ("eval/return", "time/seconds", "train/updates")),
+    )
+    if (np.diff(run.frames) <= 0).any():
+        raise BadRunError("its frames do not increase, as if two runs had written to one file")
+    if not np.isfinite(run.returns).all():
+        first = run.frames[~np.isfinite(run.returns)][0]
+        raise BadRunError(f"its eval/return is not finite at {first:,} frames: it has diverged")
+    return run
+
+
+def _column(rows: list[Mapping[str, Any]], name: str) -> NDArray[np.float64]:
+    """The numbers of a column; an entry may be missing where it is not needed for the score."""
+    absent = () if name in ("frames", "eval/return") else (None, "")
+    try:
+        values = [row.get(name) for row in rows]
+        return np.array([np.nan if value in absent else float(value) for value in values])  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise BadRunError(f"its column {name} has an entry that is no number") from None
+
+
+def read_directory(directory: Path, tell: Tell) -> RunData:
+    """The run in a directory; a last line that was cut off is told and left out."""
+    for name in ("config.yaml", "metrics.csv"):
+        if not (directory / name).is_file():
+            raise BadRunError(f"it has no {name}")
+    try:
+        config = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0]
+        raise BadRunError(f"its config.yaml cannot be read ({reason})") from None
+    try:
+        text = (directory / "metrics.csv").read_bytes().decode()
+        header, *lines = list(csv.reader(io.StringIO(text))) or [[]]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise BadRunError(f"its metrics.csv cannot be read ({error})") from None
+    if lines and not text.endswith("\n"):
+        tell(f"{directory}: the last line of metrics.csv is cut off and left out.")
+        lines.pop()
+    if any(len(line) != len(header) for line in lines):
+        raise BadRunError("its metrics.csv has lines that do not fit its header")
+    return make_run(
+        str(directory), config, (dict(zip(header, line, strict=True)) for line in lines)
+    )
+
+
+def find_runs(root: Path, tell: Tell) -> list[RunData]:
+    """Every run below `root`; a line is told for each directory that ought to be one and is not."""
+    runs = []
+    for place, directories, files in os.walk(root):
+        directory = Path(place)
+        if not directories and not files:
+            tell(f"{directory}: left out, it is empty.")
+        # Neither Hydra's nor W&B's own copies of a config.
+        directories[:] = sorted(d for d in directories if d != "wandb" and not d.startswith("."))
+        if not {"config.yaml", "metrics.csv"} & set(files):
+            continue
+        try:
+            runs.append(read_directory(directory, tell))
+        except BadRunError as error:
+            tell(f"{directory}: left out, {error}.")
+    return runs

@@ -1,0 +1,139 @@
+"""The numbers of a comparison, as frames that a CSV file holds unrounded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from common import paper
+
+from reporting.cells import Cell, Comparison, Task
+from reporting.estimates import REPS, Scores, change, improvement, interquartile_mean, normalize
+
+
+def paper_figure(comparison: Comparison, task: Task, method: str) -> paper.Figure | None:
+    """The paper's result: of the method at its best, or of its ablations at that replay ratio."""
+    if comparison.name == "best":
+        return paper.result(task.algorithm, task.env, method)
+    ratio = float(comparison.name.removeprefix("ratio-"))
+    return paper.result_at(task.algorithm, task.env, method, ratio)
+
+
+def make_table(comparison: Comparison, *, reps: int = REPS) -> pd.DataFrame:
+    """One row for each task and method, and below them what the paper quotes of others."""
+    rows = []
+    for env in dict.fromkeys(task.env for task in comparison.tasks):
+        for task in comparison.tasks:
+            for method in comparison.methods if task.env == env else ():
+                if (cell := comparison.cell(task, method)) is not None:
+                    rows.append(_row(comparison, cell, reps))
+        quoted = paper.quoted(env) if comparison.name == "best" else {}
+        for method, figure in quoted.items():
+            place = Task(comparison.algorithm, env, "", paper.FRAMES)
+            rows.append(_place(comparison, place, method) | _printed(figure))
+    return pd.DataFrame(rows)
+
+
+def _place(comparison: Comparison, task: Task, method: str) -> dict[str, object]:
+    return {
+        "comparison": comparison.name,
+        "algorithm": task.algorithm,
+        "env": task.env,
+        "version": task.version,
+        "frames": task.frames,
+        "method": method,
+    }
+
+
+def _printed(figure: paper.Figure) -> dict[str, object]:
+    return {"paper_mean": figure.mean, "paper_std": figure.std, "paper_table": figure.table}
+
+
+def _row(comparison: Comparison, cell: Cell, reps: int) -> dict[str, object]:
+    scores, task = cell.scores[:, None], cell.task
+    middle = interquartile_mean(scores, reps=reps)
+    row = _place(comparison, task, cell.method) | {
+        "replay_ratio": cell.replay_ratio,
+        "setting": cell.setting,
+        "seeds": len(cell.runs),
+        "mean": cell.mean,
+        "std": cell.std,
+        "iqm": middle.value,
+        "iqm_low": middle.low,
+        "iqm_high": middle.high,
+    }
+    uniform, nmer = comparison.cell(task, "uniform"), comparison.cell(task, "nmer")
+    if uniform is not None and uniform is not cell:
+        row["p_improvement"] = improvement(scores, uniform.scores[:, None], reps=0).value
+    if nmer is not None:
+        row["change_percent"] = change(cell.mean, nmer.mean)
+    if (figure := paper_figure(comparison, task, cell.method)) is not None:
+        row |= _printed(figure)
+    seconds = np.array([run.seconds[-1] for run in cell.runs])
+    updates = np.array([run.updates[-1] for run in cell.runs])
+    return row | {
+        "seconds_per_run": seconds.mean(),
+        "updates_per_second": updates.sum() / seconds.sum(),
+    }
+
+
+def pool(comparison: Comparison) -> tuple[list[Task], dict[str, Scores]]:
+    """The tasks that all methods were run on, and of each method the scores `[runs, tasks]`.
+
+    Where tasks have more seeds than others, the first ones count: a matrix has no gaps.
+    """
+    methods = comparison.methods
+    tasks = [
+        task for task in comparison.tasks if all(comparison.cell(task, name) for name in methods)
+    ]
+    scores = {}
+    for method in methods if tasks else []:
+        columns = [cell.scores for task in tasks if (cell := comparison.cell(task, method))]
+        least = min(len(column) for column in columns)
+        scores[method] = np.stack([column[:least] for column in columns], axis=1)
+    return tasks, scores
+
+
+def make_pooled_table(comparison: Comparison, *, reps: int = REPS) -> pd.DataFrame:
+    """One row for each method, over all tasks."""
+    tasks, scores = pool(comparison)
+    normal = normalize(scores) if scores else {}
+    rows = []
+    for method in comparison.methods:
+        row: dict[str, object] = {
+            "comparison": comparison.name,
+            "algorithm": comparison.algorithm,
+            "method": method,
+        }
+        if tasks:
+            middle = interquartile_mean(normal[method], reps=reps)
+            row |= {"tasks": len(tasks), "seeds": len(scores[method])}
+            row |= {"iqm": middle.value, "iqm_low": middle.low, "iqm_high": middle.high}
+        if tasks and "uniform" in scores and method != "uniform":
+            better = improvement(scores[method], scores["uniform"], reps=reps)
+            row |= {"p_improvement": better.value}
+            row |= {"p_low": better.low, "p_high": better.high}
+        ours, theirs = _changes(comparison, method)
+        row |= {"change_percent": _mean(ours), "change_tasks": len(ours)}
+        row |= {"paper_change_percent": _mean(theirs), "paper_change_tasks": len(theirs)}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _changes(comparison: Comparison, method: str) -> tuple[list[float], list[float]]:
+    """Changes in percent against NMER on each task that has both: ours, and the paper's."""
+    ours, theirs = [], []
+    for task in comparison.tasks:
+        cell, nmer = comparison.cell(task, method), comparison.cell(task, "nmer")
+        if cell is not None and nmer is not None:
+            ours.append(change(cell.mean, nmer.mean))
+        figure, reference = (paper_figure(comparison, task, name) for name in (method, "nmer"))
+        if cell is not None and figure is not None and reference is not None:
+            theirs.append(change(figure.mean, reference.mean))
+    return [c for c in ours if not math.isnan(c)], [c for c in theirs if not math.isnan(c)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else np.nan

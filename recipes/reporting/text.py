@@ -1,0 +1,167 @@
+"""Frames of numbers as tables for people: Markdown and LaTeX."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+
+import pandas as pd
+from common import paper
+from common.runs import duration
+
+NONE = "–"
+Text = tuple[list[str], list[list[str]]]  # a header, and rows of as many entries
+
+
+def show_glance(table: pd.DataFrame, pooled: pd.DataFrame) -> Text:
+    """A row for each task, a column for each method, and the change in percent below them."""
+    methods = list(pooled["method"])
+    ours = table[table["seeds"].notna()]
+    rows = []
+    for (env, version, frames), group in ours.groupby(["env", "version", "frames"], sort=False):
+        entries = {row["method"]: row for row in group.to_dict("records")}
+        shown = [
+            _plus_minus(entries[name]["mean"], entries[name]["std"]) if name in entries else NONE
+            for name in methods
+        ]
+        task = f"{env}-{version}" if version else env
+        budgets = ours[(ours["env"] == env) & (ours["version"] == version)]["frames"].nunique()
+        rows.append([f"{task}, {frames:,} frames" if budgets > 1 else task, *shown])
+    changes = dict(zip(methods, pooled["change_percent"], strict=True))
+    rows.append(["Δ NMER", *(_format(changes[name], "{:+.1f} %") for name in methods)])
+    return ["environment", *methods], rows
+
+
+def show_table(frame: pd.DataFrame) -> Text:
+    """The columns of `make_table` as people read them."""
+    header = ["environment", "frames", "method", "ratio", "seeds", "mean ± std", "paper"]
+    header += ["IQM [95 %]", "P(> uniform)", "Δ NMER", "time per run", "updates/s"]
+    rows = []
+    for row in frame.to_dict("records"):
+        env = f"{row['env']}-{row['version']}" if row["version"] else row["env"]
+        printed = _plus_minus(row.get("paper_mean"), row.get("paper_std"), "{:.0f}")
+        if _missing(row.get("mean")):  # quoted
+            rows.append(
+                [env, f"{row['frames']:,}", row["method"], *[NONE] * 3, printed, *[NONE] * 5]
+            )
+            continue
+        seeds = int(row["seeds"])
+        rows.append(
+            [
+                env,
+                f"{row['frames']:,}",
+                " ".join([row["method"], row["setting"]]).strip(),
+                f"{row['replay_ratio']:g}",
+                f"{seeds} (few)" if seeds < paper.SEEDS else str(seeds),
+                _plus_minus(row["mean"], row["std"]),
+                printed,
+                _interval(row["iqm"], row["iqm_low"], row["iqm_high"]),
+                _format(row.get("p_improvement"), "{:.2f}"),
+                _format(row.get("change_percent"), "{:+.1f} %"),
+                NONE if _missing(row["seconds_per_run"]) else duration(row["seconds_per_run"]),
+                _format(row["updates_per_second"], "{:.0f}"),
+            ]
+        )
+    return header, rows
+
+
+def show_pooled_table(frame: pd.DataFrame) -> Text:
+    """The columns of `make_pooled_table` as people read them."""
+    header = ["method", "tasks", "seeds", "normalized IQM [95 %]", "P(> uniform) [95 %]"]
+    header += ["Δ NMER", "paper's Δ NMER"]
+    rows = []
+    for row in frame.to_dict("records"):
+        rows.append(
+            [
+                row["method"],
+                _format(row.get("tasks"), "{:.0f}"),
+                _format(row.get("seeds"), "{:.0f}"),
+                _interval(row.get("iqm"), row.get("iqm_low"), row.get("iqm_high"), "{:.2f}"),
+                _interval(row.get("p_improvement"), row.get("p_low"), row.get("p_high"), "{:.2f}"),
+                _share(row["change_percent"], row["change_tasks"]),
+                _share(row["paper_change_percent"], row["paper_change_tasks"]),
+            ]
+        )
+    return header, rows
+
+
+def _missing(value: float | None) -> bool:
+    return value is None or math.isnan(value)
+
+
+def _format(value: float | None, how: str) -> str:
+    return NONE if value is None or math.isnan(value) else how.format(value)
+
+
+def _digits(mean: float) -> str:
+    return "{:.0f}" if abs(mean) >= 100 else "{:.1f}"
+
+
+def _plus_minus(mean: float | None, std: float | None, how: str | None = None) -> str:
+    if mean is None or math.isnan(mean):
+        return NONE
+    how = how or _digits(mean)
+    return " ± ".join(_format(value, how) for value in (mean, std) if not _missing(value))
+
+
+def _interval(
+    value: float | None, low: float | None, high: float | None, how: str | None = None
+) -> str:
+    if value is None or math.isnan(value):
+        return NONE
+    how = how or _digits(value)
+    bounds = "" if _missing(low) else f" [{_format(low, how)}, {_format(high, how)}]"
+    return _format(value, how) + bounds
+
+
+def _share(percent: float, tasks: int) -> str:
+    return NONE if math.isnan(percent) else f"{percent:+.1f} % ({tasks:.0f})"
+
+
+def markdown(text: Text) -> str:
+    """A table of GitHub's Markdown."""
+    header, rows = text
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(_escape(line, {'|': chr(92) + '|'}))} |\n" for line in lines)
+
+
+_LATEX = {sign: "\\" + sign for sign in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "Δ": r"$\Delta$",
+    ">": "$>$",
+    "<": "$<$",
+    "–": "--",
+}
+_MINUS = re.compile(r"(?<![\w-])-(?=\d)")  # of a number, not of a name
+
+
+def latex(text: Text, caption: str) -> str:
+    """A `table` that needs no package."""
+    header, rows = text
+    lines = [
+        _MINUS.sub("$-$", " & ".join(_escape(line, _LATEX))) + r" \\" for line in [header, *rows]
+    ]
+    return "\n".join(
+        [
+            r"\begin{table}[ht]",
+            rf"\caption{{{next(iter(_escape([caption], _LATEX)))}}}",
+            r"\centering\small",
+            rf"\begin{{tabular}}{{{'l' * len(header)}}}",
+            r"\hline",
+            lines[0],
+            r"\hline",
+            *lines[1:],
+            r"\hline",
+            r"\end{tabular}",
+            r"\end{table}",
+            "",
+        ]
+    )
+
+
+def _escape(entries: Iterable[str], signs: dict[str, str]) -> Iterable[str]:
+    return ("".join(signs.get(sign, sign) for sign in entry) for entry in entries)

@@ -1,0 +1,848 @@
+"""From runs to tables: numbers against hand-computed ones, and every kind of bad input."""
+
+import csv
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.stats
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from rliable import library, metrics
+from test_recipe_parts import RECIPES, _only_the_recipes_configs, make_config  # noqa: F401
+
+import report  # isort: skip
+from common import paper  # isort: skip
+from common.runs import Run  # isort: skip
+from reporting import cells, estimates, figures, notices, read, tables, text  # isort: skip
+
+REPS = ["--reps", "20"]
+
+
+def make_run_config(**changes):
+    flat = {
+        "algorithm": "td3",
+        "env.name": "Hopper",
+        "env.version": "v5",
+        "replay.kind": "nmer",
+        "replay_ratio": 1,
+        "seed": 0,
+        "total_frames": 200_000,
+        "eval_every": 10_000,
+        "lr": 0.0005,
+    }
+    return flat | {name.replace("__", "."): value for name, value in changes.items()}
+
+
+def make_rows(returns, every=10_000):
+    return [
+        {
+            "frames": every * i,
+            "eval/return": value,
+            "time/seconds": 60 * i,
+            "train/updates": 100 * i,
+        }
+        for i, value in enumerate(returns, 1)
+    ]
+
+
+def make_run(returns=None, source="", **changes):
+    returns = np.arange(20.0) if returns is None else returns
+    return read.make_run(source, make_run_config(**changes), make_rows(returns))
+
+
+def constant_runs(scores, **changes):
+    """A run for each score, whose every evaluation is that score."""
+    return [
+        make_run([score] * 20, f"{changes}{seed}", seed=seed, **changes)
+        for seed, score in enumerate(scores)
+    ]
+
+
+def write_run(directory, returns=None, **changes):
+    directory.mkdir(parents=True)
+    config = OmegaConf.create()
+    for name, value in make_run_config(**changes).items():
+        OmegaConf.update(config, name, value)
+    (directory / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    rows = make_rows(np.arange(20.0) if returns is None else returns)
+    with (directory / "metrics.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return directory
+
+
+def one_comparison(runs, name="best"):
+    (comparison,) = [c for c in cells.compare(cells.make_cells(runs, fail)) if c.name == name]
+    return comparison
+
+
+def fail(line):
+    raise AssertionError(line)
+
+
+# Scores and statistics
+
+
+def test_the_score_is_the_mean_of_the_last_eleven_evaluations():
+    run = make_run()
+    assert run.score == np.mean(range(9, 20)) == 14
+    assert run.smooth_returns[0] == 0
+    assert run.smooth_returns[4] == 2  # five so far
+    assert run.smooth_returns[-1] == run.score
+    assert make_run([1.0, 3.0]).score == 2
+
+
+def test_the_score_is_the_one_that_the_recipe_reports(tmp_path):
+    overrides = ["env=InvertedPendulum", "total_frames=2000", "random_frames=500", "logger=none"]
+    with Run(make_config("td3", *overrides, f"run_dir={tmp_path / 'run'}")) as run:
+        for i in range(1, 101):
+            run.log(20 * i, [], {"eval/return": math.sin(i)})
+        run.finish()
+    told = []
+    (again,) = read.find_runs(tmp_path, told.append)
+    assert not told
+    assert again.finished
+    assert again.score == pytest.approx(run.score)
+    assert again.score == pytest.approx(np.mean([math.sin(i) for i in range(90, 101)]))
+    assert (again.method, again.seed, again.total_frames) == ("nmer", 0, 2000)
+
+
+def test_interquartile_mean():
+    scores = np.array([[1.0], [2.0], [3.0], [100.0]])
+    estimate = estimates.interquartile_mean(scores, reps=200)
+    assert estimate.value == 2.5 == scipy.stats.trim_mean(scores[:, 0], 0.25)
+    np.random.seed(0)
+    _, expected = library.get_interval_estimates(
+        {"": scores}, lambda x: np.array([metrics.aggregate_iqm(x)]), reps=200
+    )
+    assert (estimate.low, estimate.high) == tuple(expected[""][:, 0])
+    assert 1 <= estimate.low < 2.5 < estimate.high <= 100
+
+
+def test_probability_of_improvement_counts_pairs_and_half_of_ties():
+    scores, baseline = np.array([[1.0, 5], [3.0, 6]]), np.array([[0.0, 7], [3.0, 8]])
+    estimate = estimates.improvement(scores, baseline, reps=200)
+    assert estimate.value == pytest.approx(((1 + 0 + 1 + 0.5) / 4 + 0) / 2)
+    by_scipy = scipy.stats.mannwhitneyu(scores[:, 0], baseline[:, 0]).statistic / 4
+    assert estimate.value == pytest.approx(by_scipy / 2)
+    assert 0 <= estimate.low <= estimate.value <= estimate.high <= 1
+    assert math.isnan(estimates.improvement(scores, baseline, reps=0).low)
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**31))
+def test_probability_of_improvement_is_rliables(runs, others, seed):
+    generator = np.random.default_rng(seed)
+    scores, baseline = (generator.integers(0, 4, (n, 3)) * 1.0 for n in (runs, others))
+    expected = metrics.probability_of_improvement(scores, baseline)
+    assert estimates.improvement(scores, baseline, reps=0).value == pytest.approx(expected)
+
+
+def test_a_single_run_has_no_interval():
+    estimate = estimates.interquartile_mean(np.array([[3.0, 5.0]]))
+    assert estimate.value == 4
+    assert math.isnan(estimate.low)
+    assert math.isnan(estimate.high)
+    better = estimates.improvement(np.array([[3.0]]), np.array([[1.0], [2.0]]))
+    assert better.value == 1
+    assert math.isnan(better.low)
+
+
+def test_profiles_are_shares_of_runs_above_a_threshold():
+    scores = {"a": np.array([[0.0, 0.5], [1.0, 0.25]])}
+    profile = estimates.profiles(scores, reps=50)["a"]
+    for threshold, share in ((0.0, 0.75), (0.3, 0.5), (0.5, 0.25), (1.0, 0.0)):
+        assert profile.share[np.isclose(profile.thresholds, threshold)] == share
+    assert (profile.low <= profile.share).all()
+    assert (profile.share <= profile.high).all()
+
+
+def test_statistics_repeat_and_leave_the_global_generator_alone():
+    scores = np.random.default_rng(0).normal(size=(4, 3))
+    np.random.seed(7)
+    expected = np.random.random(3)
+    np.random.seed(7)
+    first, second = (estimates.interquartile_mean(scores, reps=50) for _ in range(2))
+    assert first == second
+    assert np.array_equal(np.random.random(3), expected)
+
+
+@given(st.lists(st.floats(-1e4, 1e4), min_size=4, max_size=4), st.floats(0.1, 10))
+def test_normalized_scores_span_the_unit_interval_whatever_the_scale(values, scale):
+    matrix = np.array(values).reshape(2, 2)
+    scores = estimates.normalize({"a": matrix * scale, "b": matrix[:1] * scale})
+    assert all(part.min() >= 0 and part.max() <= 1 for part in scores.values())
+    for task in range(2):
+        if matrix[0, task] == matrix[1, task]:
+            assert (scores["a"][:, task] == 0.5).all()
+        else:
+            assert sorted(scores["a"][:, task]) == [0, 1]
+
+
+# The paper
+
+
+def results():
+    with (RECIPES / "common" / "results.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_figure_of_the_paper_is_found():
+    kinds = {name: kind for kind, name in paper.NAMES.items()}
+    seen = 0
+    for row in results():
+        if row["table"] == "quoted" and row["replay"] != "NMER":
+            figure = paper.quoted(row["env"])[row["replay"]]
+        else:
+            figure = paper.result(row["algorithm"].lower(), row["env"], kinds[row["replay"]])
+        assert (figure.mean, figure.std) == (float(row["mean"]), float(row["std"]))
+        seen += 1
+    assert seen == 93
+    assert set(paper.quoted("Ant")) == {"SUNRISE", "METRPO", "PETS", "POPLIN-A", "POPLIN-P"}
+    assert not paper.quoted("Swimmer")
+    assert paper.result("sac", "Humanoid", "nmer") is None
+    assert paper.result("td3", "Hopper", "ero") is None
+
+
+def test_figures_at_a_replay_ratio_are_of_the_ablations():
+    assert paper.result_at("td3", "Ant", "uniform", 5).mean == -12
+    assert paper.result_at("sac", "Ant", "nmer", 20).mean == 2723  # the better of two
+    assert paper.result_at("td3", "Ant", "nmer", 1) is None
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "printed"),
+    [
+        ("TD3", {"U": -37.5, "PER": -36.8, "CT": -22.1, "NMER": 0}),
+        ("TD3", {"Mixup": -36.0, "S4RL": -68.4, "Noisy": -67.9}),
+        ("SAC", {"U": -26.0, "PER": -14.4, "CT": -25.1, "NMER": 0}),
+        ("METRPO", {"METRPO": -82.8}),
+        ("PETS", {"PETS": -84.8}),
+        ("POPLIN-A", {"POPLIN-A": -87.7}),
+        ("POPLIN-P", {"POPLIN-P": -56.9}),
+        ("SUNRISE", {"SUNRISE": -46.7}),
+    ],
+)
+def test_the_change_in_percent_is_the_papers(algorithm, printed):
+    reference = {
+        row["env"]: float(row["mean"])
+        for row in results()
+        if row["replay"] == "NMER" and row["algorithm"] == ("SAC" if algorithm == "SAC" else "TD3")
+    }
+    for method, percent in printed.items():
+        changes = {
+            row["env"]: estimates.change(float(row["mean"]), reference[row["env"]])
+            for row in results()
+            if (row["algorithm"], row["replay"]) == (algorithm, method)
+        }
+        assert np.mean(list(changes.values())) == pytest.approx(percent, abs=0.11)
+
+
+def test_no_change_in_percent_of_what_is_not_positive():
+    assert math.isnan(estimates.change(5, 0))
+    assert math.isnan(estimates.change(5, -3))
+    assert estimates.change(-1609, 4611) == -100
+
+
+# Cells and comparisons
+
+
+def test_a_table_by_hand():
+    runs = constant_runs([100, 200, 300, 400], replay__kind="uniform")
+    runs += constant_runs([300, 350, 450, 500])
+    frame = tables.make_table(one_comparison(runs), reps=50)
+    uniform, nmer = frame.to_dict("records")[:2]
+    assert (uniform["method"], nmer["method"]) == ("uniform", "nmer")
+    assert (uniform["mean"], nmer["mean"]) == (250, 400)
+    assert uniform["std"] == pytest.approx(np.std([100, 200, 300, 400], ddof=1))
+    assert (uniform["iqm"], nmer["iqm"]) == (250, 400)
+    assert nmer["p_improvement"] == (2.5 + 3 + 4 + 4) / 16
+    assert math.isnan(uniform["p_improvement"])
+    assert uniform["change_percent"] == pytest.approx(-37.5)
+    assert nmer["change_percent"] == 0
+    assert (uniform["seeds"], uniform["frames"], uniform["version"]) == (4, 200_000, "v5")
+    assert (uniform["paper_mean"], uniform["paper_std"]) == (3252, 157)
+    assert (nmer["paper_mean"], nmer["paper_table"]) == (3393, "main")
+    assert nmer["seconds_per_run"] == 1200
+    assert nmer["updates_per_second"] == pytest.approx(2000 / 1200)
+    assert set(frame["method"][2:]) == set(paper.quoted("Hopper"))
+    assert frame["mean"][2:].isna().all()
+    assert set(zip(frame["version"][2:], frame["frames"][2:], strict=True)) == {("", 200_000)}
+
+
+def test_the_pooled_table_by_hand():
+    runs = constant_runs([100, 200], replay__kind="uniform", replay_ratio=5)
+    runs += constant_runs([150, 300])
+    runs += constant_runs([-1, 1], env__name="Ant", replay__kind="uniform")
+    runs += constant_runs([2, 3, 7], env__name="Ant")
+    comparison = one_comparison(runs)
+    frame = tables.make_pooled_table(comparison, reps=50).set_index("method")
+    # Ant from -1 to 3, since the third seed has no counterpart on Hopper; Hopper from 100 to 300.
+    assert frame.loc["uniform", "iqm"] == pytest.approx((0 + 0.5) / 2)  # of 0, 0.5, 0, 0.5
+    assert frame.loc["nmer", "iqm"] == pytest.approx((0.75 + 1) / 2)  # of 0.75, 1, 0.25, 1
+    assert frame.loc["nmer", "p_improvement"] == pytest.approx((1 + 0.75) / 2)
+    assert frame.loc["uniform", "change_percent"] == pytest.approx((-100 - 100 / 3) / 2)
+    assert frame.loc["nmer", "change_percent"] == 0
+    expected = np.mean([100 * (2005 - 4347) / 4347, 100 * (3252 - 3393) / 3393])
+    assert frame.loc["uniform", "paper_change_percent"] == pytest.approx(expected)
+    assert list(frame["tasks"]) == [2, 2]
+    told = []
+    notices.tell_about_comparison(comparison, told.append)
+    assert "nmer has 2 to 3 seeds a task; the first 2" in told[0]
+
+
+def test_both_comparisons():
+    runs = constant_runs([100, 200], replay__kind="uniform", replay_ratio=1)
+    runs += constant_runs([50, 60], replay__kind="uniform", replay_ratio=20)
+    runs += constant_runs([120, 130], replay_ratio=1)
+    runs += constant_runs([300, 310], replay_ratio=20)
+    runs += constant_runs([1, 2], replay__kind="ct", replay_ratio=5)
+    comparisons = {c.name: c for c in cells.compare(cells.make_cells(runs, fail))}
+    assert list(comparisons) == ["best", "ratio-1", "ratio-20"]  # at 5 there is one method
+    best = {cell.method: cell.replay_ratio for cell in comparisons["best"].cells}
+    assert best == {"uniform": 1, "nmer": 20, "ct": 5}
+    equal = {cell.method: cell.mean for cell in comparisons["ratio-20"].cells}
+    assert equal == {"uniform": 55, "nmer": 305}
+    frame = tables.make_table(comparisons["ratio-20"], reps=20).set_index("method")
+    assert frame.loc["uniform", "paper_mean"] == 3252  # U, RR=20 of the ablations
+    assert frame.loc["uniform", "change_percent"] == pytest.approx(100 * (55 - 305) / 305)
+
+
+def test_configs_that_differ_are_never_averaged():
+    told = []
+    runs = constant_runs([1, 2]) + constant_runs([10, 20], lr=0.001)
+    made = cells.make_cells(runs, told.append)
+    assert [(cell.setting, cell.mean) for cell in made] == [("lr=0.0005", 1.5), ("lr=0.001", 15)]
+    (line,) = told
+    for words in ("Mixed configs", "Hopper-v5 nmer", "lr=0.0005 (2 runs); lr=0.001 (2 runs)"):
+        assert words in line
+
+
+def test_what_is_free_makes_no_setting():
+    runs = [make_run([1] * 20), make_run([2] * 20, seed=1, threads=2, device="cuda", name="x")]
+    (cell,) = cells.make_cells(runs, fail)
+    assert cell.mean == 1.5
+
+
+def test_a_setting_is_the_same_whether_from_yaml_or_json():
+    runs = [make_run(grad_clip=None, gamma=1.0), make_run(seed=1, gamma=1)]
+    (cell,) = cells.make_cells(runs, fail)
+    assert len(cell.runs) == 2
+    assert len(cells.make_cells([*runs, make_run(gamma=True)], lambda _: None)) == 2
+
+
+def test_a_seed_counts_once():
+    told = []
+    old, new = make_run(range(12), "old"), make_run(range(20), "new")
+    (cell,) = cells.make_cells([new, old], told.append)
+    assert [run.source for run in cell.runs] == ["new"]
+    assert told == ["old: left out, new is the same config and seed."]
+
+
+def test_unfinished_runs_are_left_out_and_told():
+    told = []
+    runs = [make_run(), make_run(range(12), "late", seed=1)]
+    (cell,) = cells.make_cells(runs, told.append)
+    assert len(cell.runs) == 1
+    assert "late: left out, it is at 120,000 of 200,000 frames; `--at 120000`" in told[0]
+    (cell,) = cells.make_cells(runs, fail, at=120_000)
+    assert cell.task.frames == 120_000
+    assert list(cell.scores) == [6, 6]  # of 1 to 11
+
+
+def test_where_no_run_is_finished_all_are_scored_where_all_have_been():
+    told = []
+    runs = [make_run(range(15), "one"), make_run(range(12), "two", seed=1)]
+    (cell,) = cells.make_cells(runs, told.append)
+    assert list(cell.scores) == [6, 6]
+    assert cell.task.frames == 120_000
+    assert "scored at 120,000 frames" in told[0]
+
+
+def test_a_last_evaluation_need_not_fall_on_the_last_frame():
+    assert make_run(total_frames=209_999).finished
+    assert not make_run(total_frames=210_000).finished
+
+
+def test_a_learned_alpha_is_a_method_of_its_own():
+    run = make_run(replay__kind="ct", replay__tuned=True)
+    assert run.method == "ct-tuned"
+    assert paper.result("td3", "Hopper", run.method) is None
+
+
+# What is told loudly
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "FEW SEEDS: 1 of 2 rows have fewer than the paper's 4 seeds (td3 Hopper-v5 uniform"),
+        ({"total_frames": 100_000}, "BUDGETS DIFFER: td3 on Hopper was scored at 100,000, 200,000"),
+        ({"total_frames": 100_000}, "NOT THE PAPER'S BUDGET: its figures are at 200,000 frames"),
+        ({"env__version": "v4"}, "ENVIRONMENT VERSIONS DIFFER: td3 on Hopper was run on v4, v5"),
+        ({}, "NOT THE PAPER'S ENVIRONMENTS: it ran v2, which is gone; these are Hopper-v5"),
+    ],
+)
+def test_what_makes_numbers_incomparable_is_told(changes, words):
+    told = []
+    runs = [*constant_runs([1, 2, 3, 4]), make_run(replay__kind="uniform", **changes)]
+    notices.tell_about_cells(cells.make_cells(runs, told.append), told.append)
+    assert any(words in line for line in told), told
+
+
+def test_a_task_that_the_paper_lacks_is_not_measured_by_it():
+    runs = constant_runs([1, 2, 3, 4], env__name="InvertedPendulum", total_frames=100_000)
+    notices.tell_about_cells(cells.make_cells(runs, fail), fail)
+
+
+def test_settings_that_differ_between_methods_are_told():
+    told = []
+    runs = constant_runs([1, 2]) + constant_runs([1, 2], replay__kind="uniform", lr=0.1)
+    notices.tell_about_comparison(one_comparison(runs), told.append)
+    (line,) = told
+    assert "UNEQUAL SETTINGS" in line
+    assert "lr is 0.0005 (nmer), 0.1 (uniform)" in line
+
+
+@pytest.mark.parametrize(
+    ("runs", "words"),
+    [
+        (constant_runs([1, 2]), "there is no run of uniform"),
+        (constant_runs([1, 2], replay__kind="uniform"), "there is no run of nmer"),
+        (constant_runs([-1, -2]), "NMER's mean is -1.5"),
+        (
+            constant_runs([1, 2], env__name="Ant")
+            + constant_runs([1, 2])
+            + constant_runs([1, 2], replay__kind="uniform"),
+            "pooled over 1 of 2 tasks, those that every method was run on; without Ant-v5",
+        ),
+    ],
+)
+def test_what_cannot_be_computed_is_told(runs, words):
+    told = []
+    comparison = one_comparison(runs)
+    notices.tell_about_comparison(comparison, told.append)
+    assert any(words in line for line in told), told
+    tables.make_pooled_table(comparison, reps=20)
+    tables.make_table(comparison, reps=20)
+
+
+# Bad input
+
+
+def spoil(directory, what):
+    metrics_file, config_file = directory / "metrics.csv", directory / "config.yaml"
+    content = metrics_file.read_text()
+    match what:
+        case "empty directory":
+            metrics_file.unlink()
+            config_file.unlink()
+        case "no metrics":
+            metrics_file.unlink()
+        case "no config":
+            config_file.unlink()
+        case "empty metrics":
+            metrics_file.write_text("")
+        case "no evaluation":
+            metrics_file.write_text(content.splitlines()[0] + "\n")
+        case "missing column":
+            metrics_file.write_text(content.replace("eval/return", "eval/other"))
+        case "no number":
+            metrics_file.write_text(content.replace("19.0", "many"))
+        case "diverged":
+            metrics_file.write_text(content.replace("19.0", "nan"))
+        case "short line":
+            metrics_file.write_text(content.replace("19.0,1200,2000", "19.0"))
+        case "two writers":
+            metrics_file.write_text(content + "".join(content.splitlines(keepends=True)[1:]))
+        case "binary metrics":
+            metrics_file.write_bytes(b"\xff\xfe\x00")
+        case "unreadable yaml":
+            config_file.write_text("env: [Hopper\nseed: 0")
+        case "yaml list":
+            config_file.write_text("- a\n- b\n")
+        case "empty config":
+            config_file.write_text("")
+        case "missing setting":
+            config_file.write_text(config_file.read_text().replace("kind: nmer", "k: 10"))
+        case "no frames":
+            metrics_file.write_text(content.replace("200000", "nan"))
+        case "zeros":
+            metrics_file.write_text(content.replace("200000,", "\x00" * 40 + ","))
+        case "no interval":
+            changed = config_file.read_text().replace("eval_every: 10000", "eval_every: often")
+            config_file.write_text(changed)
+        case "no seed":
+            config_file.write_text(config_file.read_text().replace("seed: 0", "seed: zero"))
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("empty directory", "it is empty"),
+        ("no metrics", "it has no metrics.csv"),
+        ("no config", "it has no config.yaml"),
+        ("empty metrics", "it has no evaluation yet"),
+        ("no evaluation", "it has no evaluation yet"),
+        ("missing column", "its metrics have no column eval/return"),
+        ("no number", "its column eval/return has an entry that is no number"),
+        ("diverged", "its eval/return is not finite at 200,000 frames"),
+        ("short line", "lines that do not fit its header"),
+        ("two writers", "its frames do not increase"),
+        ("binary metrics", "its metrics.csv cannot be read"),
+        ("unreadable yaml", "its config.yaml cannot be read"),
+        ("yaml list", "its config is not a mapping"),
+        ("empty config", "its config has no algorithm"),
+        ("missing setting", "its config has no replay.kind"),
+        ("no seed", "its config has seed=zero, which is no number"),
+        ("no interval", "its config has eval_every=often, which is no number"),
+        ("no frames", "its column frames has an entry that is no number"),
+        ("zeros", "its column frames has an entry that is no number"),
+    ],
+)
+def test_a_bad_run_gets_a_line_and_does_not_stop_the_rest(tmp_path, what, words):
+    write_run(tmp_path / "good", seed=1)
+    spoil(write_run(tmp_path / "bad"), what)
+    told = []
+    runs = read.find_runs(tmp_path, told.append)
+    assert [Path(run.source).name for run in runs] == ["good"]
+    (line,) = told
+    assert line.startswith(f"{tmp_path / 'bad'}: left out, ")
+    assert words in line
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+    path = write_run(tmp_path / "run") / "metrics.csv"
+    path.write_bytes(path.read_bytes()[:-3])
+    told = []
+    (run,) = read.find_runs(tmp_path, told.append)
+    assert told == [f"{tmp_path / 'run'}: the last line of metrics.csv is cut off and left out."]
+    assert len(run.frames) == 19
+    assert run.score == np.mean(range(8, 19))
+
+
+def test_copies_of_configs_that_loggers_keep_are_no_runs(tmp_path):
+    for place in ("wandb/offline-run/files", ".hydra"):
+        copy = write_run(tmp_path / "run" / place)
+        (copy / "metrics.csv").unlink()
+    write = write_run(tmp_path / "other")
+    assert [run.source for run in read.find_runs(tmp_path, fail)] == [str(write)]
+
+
+def test_missing_times_are_not_needed():
+    rows = [{"frames": 10, "eval/return": "3"}, {"frames": 20, "eval/return": "5"}]
+    run = read.make_run("", make_run_config(total_frames=20, eval_every=10), rows)
+    frame = tables.make_table(one_comparison([run]), reps=20)
+    header, (row, *_) = text.show_table(frame)
+    assert row[header.index("mean ± std")] == "4.0"
+    assert row[header.index("time per run")] == row[header.index("updates/s")] == text.NONE
+
+
+# What is written
+
+
+def write_sweep(root):
+    """Two methods, two ratios, four and two seeds, on two tasks."""
+    for env in ("Hopper", "Ant"):
+        for kind, ratio, base in (("uniform", 1, 100), ("nmer", 1, 150), ("nmer", 20, 300)):
+            for seed in range(4 if env == "Hopper" else 2):
+                write_run(
+                    root / f"{env}-{kind}-{ratio}-{seed}",
+                    np.linspace(0, base + seed, 20),
+                    env__name=env,
+                    replay__kind=kind,
+                    replay_ratio=ratio,
+                    seed=seed,
+                )
+
+
+def test_the_whole_report(tmp_path, capsys):
+    write_sweep(tmp_path / "runs")
+    out = tmp_path / "report"
+    report.main([str(tmp_path / "runs"), "--out", str(out), *REPS])
+    shown = capsys.readouterr()
+    assert "18 runs of 6 settings" in shown.out
+    assert "FEW SEEDS" in shown.err
+    page = (out / "report.md").read_text()
+    for words in ("FEW SEEDS", "TD3, each method at its best", "TD3, replay ratio 1", "SUNRISE"):
+        assert words in page
+    assert "replay ratio 20" not in page  # where there is one method
+    assert "both comparisons at once" not in page
+    assert page.index("FEW SEEDS") < page.index("| environment |")
+
+    frame = pd.read_csv(out / "table.csv")
+    ours = frame[frame["seeds"].notna()].set_index(["comparison", "env", "method"])
+    assert len(ours) == 8
+    cell = ours.loc["best", "Hopper", "nmer"]
+    scores = [np.linspace(0, 300 + seed, 20)[-11:].mean() for seed in range(4)]
+    assert cell["mean"] == pytest.approx(np.mean(scores))
+    assert cell["std"] == pytest.approx(np.std(scores, ddof=1))
+    assert f"{np.mean(scores):.0f} ± {np.std(scores, ddof=1):.0f}" in page
+    assert cell["replay_ratio"] == 20
+    assert len(pd.read_csv(out / "pooled.csv")) == 4
+    settings = pd.read_csv(out / "settings.csv")
+    assert len(settings) == 6
+    assert settings["runs"][0].split()[0].startswith(str(tmp_path))
+
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", page)
+    assert len(pictures) == 4
+    for name in pictures:
+        picture = matplotlib.image.imread(out / name)
+        assert picture.shape[0] > 200
+        assert picture.std() > 0.01
+
+
+def rows_of(page):
+    """Lines of Markdown tables, each table as a list of lists."""
+    blocks = re.findall(r"(?:^\|.*\|\n)+", page, flags=re.MULTILINE)
+    return [
+        [re.split(r"(?<!\\)\|", line.strip())[1:-1] for line in block.splitlines()]
+        for block in blocks
+    ]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    root = tmp_path_factory.mktemp("report")
+    write_sweep(root / "runs")
+    write_run(root / "runs" / "odd", replay__kind="per_nmer", run_notes="50 % & more_|_{x}")
+    write_run(root / "runs" / "odd2", replay__kind="per_nmer", run_notes="a#b$c~^\\")
+    report.main([str(root / "runs"), "--out", str(root / "out"), *REPS])
+    return root / "out"
+
+
+def test_the_markdown_is_well_formed(written):
+    made = rows_of((written / "report.md").read_text())
+    assert len(made) == 6
+    for table in made:
+        assert set(map(len, table)) == {len(table[0])}
+        assert all(set(entry.strip()) == {"-"} for entry in table[1])
+        assert len(table) > 2
+
+
+def test_the_latex_is_well_formed(written):
+    source = (written / "tables.tex").read_text()
+    plain = source.replace(r"\\", "")
+    assert source.count(r"\begin{table}") == source.count(r"\end{table}") == 6
+    bodies = re.findall(r"\\begin{tabular}{(l+)}\n(.*?)\\end{tabular}", source, flags=re.DOTALL)
+    assert len(bodies) == 6
+    for columns, body in bodies:
+        lines = [line for line in body.splitlines() if line != r"\hline"]
+        for line in lines:
+            assert line.endswith(r" \\")
+            assert len(re.findall(r"(?<!\\)&", line)) == len(columns) - 1
+    assert plain.isascii()
+    assert not re.search(r"(?<!\\)[%#_]", plain)
+    assert len(re.findall(r"(?<!\\)\$", plain)) % 2 == 0
+    assert len(re.findall(r"(?<!\\){", plain)) == len(re.findall(r"(?<!\\)}", plain))
+    assert r"50 \% \& more\_|\_\{x\}" in source
+    assert r"& $-$" in source
+    assert "Hopper-v5" in source
+
+
+def test_a_table_at_a_glance():
+    runs = constant_runs([100, 200], replay__kind="uniform", total_frames=200_001)
+    runs += constant_runs([150, 350], total_frames=200_001)
+    runs += constant_runs([3], env__name="Swimmer")
+    runs += constant_runs([4], env__name="Swimmer", total_frames=100_000)
+    comparison = one_comparison(runs)
+    table = tables.make_table(comparison, reps=20)
+    shown = text.show_glance(table, tables.make_pooled_table(comparison, reps=20))
+    assert shown == (
+        ["environment", "uniform", "nmer"],
+        [
+            ["Hopper-v5", "150 ± 71", "250 ± 141"],
+            ["Swimmer-v5, 100,000 frames", "–", "4.0"],
+            ["Swimmer-v5, 200,000 frames", "–", "3.0"],
+            ["Δ NMER", "-40.0 %", "+0.0 %"],
+        ],
+    )
+
+
+def test_curves_show_seeds_bands_and_quoted_lines(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    runs = constant_runs([100, 200, 300, 400], replay__kind="uniform")
+    runs += constant_runs([10, 20], total_frames=100_000)
+    figures.draw_curves(tmp_path / "x.png", one_comparison(runs), ["nmer", "uniform"])
+    short, whole = drawn[0].axes
+    assert short.get_title() == "Hopper-v5 (2 seeds)"
+    levels = {line.get_label(): line.get_ydata() for line in whole.lines}
+    for name, figure in paper.quoted("Hopper").items():
+        assert set(levels[f"{name} (quoted)"]) == {figure.mean}
+    assert all(line.get_linestyle() == "--" for line in whole.lines[1:])
+    assert list(levels["uniform"]) == [250] * 20
+    (band,) = whole.collections
+    edges = band.get_paths()[0].vertices[:, 1]
+    std = np.std([100, 200, 300, 400], ddof=1)
+    assert (edges.min(), edges.max()) == pytest.approx((250 - std, 250 + std))
+    assert len(short.lines) == 1  # not at the paper's budget
+
+
+# The command
+
+
+def test_nothing_found_says_what_to_do(tmp_path):
+    with pytest.raises(SystemExit, match=r"no run\. .*python recipes/td3\.py"):
+        report.main([str(tmp_path), "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="is no directory"):
+        report.main([str(tmp_path / "absent")])
+    write_run(tmp_path / "run", range(3))
+    with pytest.raises(SystemExit, match="1 runs, but none that could be scored"):
+        report.main([str(tmp_path), "--at", "50000", "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit, match="it is ENTITY/PROJECT"):
+        report.main(["--wandb", "nmer"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "name a directory of runs"),
+        (["runs", "--at", "0"], "--at 0"),
+        (["runs", "--reps", "-5"], "--reps -5"),
+    ],
+)
+def test_a_bad_command_line_is_refused(arguments, words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        report.main(arguments)
+    assert words in capsys.readouterr().err
+
+
+# Weights & Biases: the real client, against a server on this machine that speaks as much GraphQL
+# as the client asks for.
+
+
+class Service(BaseHTTPRequestHandler):
+    runs: dict
+
+    def do_POST(self):
+        length = self.headers.get("Content-Length")
+        body = self.rfile.read(int(length)) if length else b""
+        if not self.path.endswith("/graphql"):
+            return self.answer(404, {})
+        asked = json.loads(body)
+        query, variables = asked["query"], asked.get("variables") or {}
+        if "query Viewer" in query or "GetDefaultEntity" in query:
+            viewer = {"id": "1", "entity": "me", "username": "me", "email": "", "flags": "{}"}
+            return self.answer(200, {"viewer": viewer | {"teams": {"edges": []}}})
+        if variables.get("project") != "nmer":
+            return self.answer(200, {"project": None})
+        if "query Runs" in query:
+            return self.answer(200, {"project": self.list_runs()})
+        assert "sampledHistory" in query
+        (spec,) = variables["specs"]
+        keys = json.loads(spec)["keys"]
+        _, rows = self.runs[variables["name"]]
+        if rows is None:
+            return self.answer(200, None, errors=[{"message": "gone"}])
+        rows = [{**row, "_step": row["frames"]} for row in rows]
+        found = [{key: row[key] for key in keys} for row in rows if set(keys) <= set(row)]
+        return self.answer(200, {"project": {"run": {"sampledHistory": [found]}}})
+
+    def list_runs(self):
+        nodes = [
+            {
+                "name": name,
+                "id": name,
+                "displayName": name,
+                "state": "finished",
+                "config": json.dumps({key: {"value": value} for key, value in config.items()}),
+                "summaryMetrics": "{}",
+                "systemMetrics": "{}",
+                "createdAt": "2026-01-01T00:00:00",
+                "historyKeys": None,
+                "user": {"name": "me", "username": "me"},
+            }
+            for name, (config, _) in self.runs.items()
+        ]
+        return {
+            "internalId": "1",
+            "runCount": len(nodes),
+            "readOnly": False,
+            "runs": {
+                "edges": [{"node": node, "cursor": node["name"]} for node in nodes],
+                "pageInfo": {"endCursor": None, "hasNextPage": False},
+            },
+        }
+
+    def answer(self, code, data, **more):
+        content = json.dumps({"data": data, **more}).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def service():
+    Service.runs = {}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def report_online(tmp_path, project, url, key="0" * 40):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    kept |= {"NETRC": os.devnull, "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    kept |= {"WANDB_BASE_URL": url} | ({"WANDB_API_KEY": key} if key else {})
+    command = [sys.executable, str(RECIPES / "report.py"), "--wandb", project, *REPS]
+    return subprocess.run(
+        command, cwd=tmp_path, env=kept, capture_output=True, text=True, timeout=120
+    )
+
+
+def nested(flat):
+    config = OmegaConf.create()
+    for name, value in flat.items():
+        OmegaConf.update(config, name, value)
+    return OmegaConf.to_container(config)
+
+
+def test_runs_come_from_weights_and_biases(tmp_path, service):
+    for seed in range(2):
+        config = nested(make_run_config(seed=seed))
+        Service.runs[f"run{seed}"] = (config, make_rows(np.arange(20.0) + seed))
+    Service.runs["other"] = ({"lr": 0.1}, [])
+    Service.runs["early"] = (nested(make_run_config(seed=3)), [])
+    Service.runs["broken"] = (nested(make_run_config(seed=4)), None)
+    result = report_online(tmp_path, "me/nmer", service)
+    assert result.returncode == 0, result.stderr
+    assert "other: left out, its config has no algorithm" in result.stderr
+    assert "early: left out, it has no evaluation yet" in result.stderr
+    assert "broken: left out, its history cannot be fetched" in result.stderr
+    frame = pd.read_csv(tmp_path / "report" / "table.csv")
+    assert (frame["mean"][0], frame["seeds"][0]) == (14.5, 2)
+    assert frame["seconds_per_run"][0] == 1200
+
+
+@pytest.mark.parametrize(
+    ("project", "key", "words"),
+    [
+        ("me/absent", "0" * 40, "--wandb me/absent cannot be read"),
+        ("me/nmer", None, "needs an account"),
+    ],
+)
+def test_a_project_that_cannot_be_read_is_told(tmp_path, service, project, key, words):
+    result = report_online(tmp_path, project, service, key)
+    assert result.returncode == 1
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
