@@ -64,12 +64,8 @@ class Neighborhood:
         self.metric.check(search, self.rows.keys)
         self._warned = False
         self._saved: dict[str, Any] | None = None
-        self._reset()
-
-        self._view: View | None = None
-
-    def _reset(self) -> None:
-        self.space: Space | None = None
+        self._view: View | None = None  # distances at the last query; it outlives the points
+        self.space: Space | None = None  # made by the first rows, which tell widths and device
 
     @property
     def search(self) -> NeighborSearch | None:
@@ -82,8 +78,7 @@ class Neighborhood:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._saved = self._view = None
-        self._reset()
+        self._saved = self._view = self.space = None
 
     def state_dict(self) -> dict[str, Any]:
         """What search and metric want to keep, if anything; the rest follows from the storage."""
@@ -99,8 +94,7 @@ class Neighborhood:
         if self.space is not None:
             self.space.search.clear()
         self.rows.forget()
-        self._saved = None
-        self._reset()
+        self._saved = self.space = None
 
     def neighbors(self, index: Tensor, k: int | None = None) -> Tensor:
         """Positions `[q]` to `[q, k]`, nearest first, padded with -1; after `synchronize`."""

@@ -574,3 +574,25 @@ def test_keys_of_several_observations_and_shapes():
     for key in (*keys, *values):
         assert batch[key].shape[1:] == buffer.storage[:][key].shape[1:]
         assert batch[key].dtype == buffer.storage[:][key].dtype
+
+
+@pytest.mark.parametrize("kind", ["nmer", "per_nmer", "neighborhood", "gp"])
+@pytest.mark.parametrize("metric", ["euclidean", "mahalanobis"])
+def test_prefetching_one_batch_changes_no_batch(kind, metric):
+    plain, ahead = (
+        make_replay_buffer(
+            kind,
+            capacity=100,
+            batch_size=16,
+            metric=metric,
+            fraction={"density": {"first": 0.2, "last": 0.9, "rows": 100}},
+            max_distance={"quantile": 0.8},
+            prefetch=prefetch,
+            generator=torch.Generator().manual_seed(5),
+        )
+        for prefetch in (None, 1)
+    )
+    for buffer in (plain, ahead):
+        buffer.extend(make_transitions(60))
+    for _ in range(5):
+        assert (plain.sample() == ahead.sample()).all()

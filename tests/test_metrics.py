@@ -347,7 +347,7 @@ def test_answers_between_renewals_are_exact_though_few_are_proven(monkeypatch):
 
 
 def test_whitening_does_not_care_for_linear_maps_of_the_rows():
-    plain, mapped = (make_buffer(Mahalanobis(shrinkage=1e-6), capacity=200) for _ in range(2))
+    plain, mapped = (make_buffer(Mahalanobis(shrinkage=1e-5), capacity=200) for _ in range(2))
     rows = make_transitions(200).double()
     plain.extend(rows)
     turned = rows.clone()
@@ -459,7 +459,7 @@ def test_weights_of_other_entries_are_named():
 
 @pytest.mark.parametrize("bad", [0.0, -0.1, 1.5, float("nan")])
 def test_bad_shrinkage_is_named(bad):
-    with pytest.raises(ValueError, match=rf"shrinkage={bad}.*from 1e-6.*to 1"):
+    with pytest.raises(ValueError, match=rf"shrinkage={bad}.*from 1e-5.*to 1"):
         Mahalanobis(shrinkage=bad)
 
 

@@ -43,7 +43,7 @@ class Mahalanobis(Metric):
     room for the candidates, `NeighborGraph(2 * k + 4)`; with less it answers by brute force.
 
     Keyword Args:
-        shrinkage: Share of the identity in the correlation matrix, above 0 and up to 1.
+        shrinkage: Share of the identity in the correlation matrix, from 1e-5 to 1.
 
     Examples:
         >>> from nmer_torchrl import NeighborPairSampler
@@ -52,9 +52,9 @@ class Mahalanobis(Metric):
     """
 
     def __init__(self, *, shrinkage: float = 0.01) -> None:
-        if not 1e-6 <= shrinkage <= 1:
+        if not 1e-5 <= shrinkage <= 1:
             raise ValueError(
-                f"shrinkage={shrinkage!r}, but it is from 1e-6, for nearly the classical distance, "
+                f"shrinkage={shrinkage!r}, but it is from 1e-5, for nearly the classical distance, "
                 "to 1, for that of Euclidean (the default is 0.01)."
             )
         self.shrinkage = float(shrinkage)

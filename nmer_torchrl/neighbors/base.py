@@ -12,7 +12,8 @@ from torch import Tensor
 class NeighborSearch(Protocol):
     """Nearest neighbours among points that stand at storage positions and may be replaced.
 
-    Any object with these three methods can be given to a sampler as `search`.
+    Any object with these three methods can be given to a sampler as `search`. One that also takes
+    a scale `[g, d]`, for nearest by the product of g such norms, says so by `products = True`.
     """
 
     def write(self, index: Tensor, points: Tensor) -> None:
