@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,16 @@ def place_in_sweep(cfg: DictConfig, folder: str, overrides: str) -> bool:
         return True
     _raise_if_different(directory, cfg)
     return False
+
+
+def place_in_wandb_sweep(cfg: DictConfig) -> None:
+    """Under `wandb agent`, gives a run a directory named after the sweep and the run.
+
+    A run that the service hands out again goes on there.
+    """
+    sweep, run = (os.environ.get(f"WANDB_{name}_ID") for name in ("SWEEP", "RUN"))
+    if sweep and run and cfg.run_dir is None and cfg.resume is None:
+        cfg.run_dir, cfg.resume = f"runs/sweep-{sweep}/{run}", "auto"
 
 
 def find_directory(cfg: DictConfig) -> tuple[Path, bool]:
@@ -114,8 +125,8 @@ def _raise_if_different(directory: Path, cfg: DictConfig) -> None:
 
 def _differences(directory: Path, cfg: DictConfig) -> list[str]:
     """What the run in the directory was made with where that is not what is asked for now."""
-    there = _flatten(OmegaConf.to_container(OmegaConf.load(directory / "config.yaml")))
-    here = _flatten(OmegaConf.to_container(cfg, resolve=True))
+    there = flatten(OmegaConf.to_container(OmegaConf.load(directory / "config.yaml")))
+    here = flatten(OmegaConf.to_container(cfg, resolve=True))
     names = sorted(there.keys() | here.keys())
     return [
         f"{name}={there.get(name, 'nothing')}"
@@ -124,12 +135,13 @@ def _differences(directory: Path, cfg: DictConfig) -> list[str]:
     ]
 
 
-def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """`{"env": {"name": "Ant"}}` becomes `{"env.name": "Ant"}`."""
     if not isinstance(tree, dict):
         return {prefix[:-1]: tree}
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{name}.")
+        flat |= flatten(value, f"{prefix}{name}.")
     return flat
 
 
