@@ -109,18 +109,19 @@ def test_costs_are_read_off_the_rows_of_a_run():
 
 def test_an_estimate_measures_a_real_run(monkeypatch, capsys):
     monkeypatch.setattr(reproduce, "SECONDS", 1.0)
-    main(["sunrise", "--estimate", "--seeds", "2"])
+    main(["td3-Hopper", "--estimate", "--seeds", "2"])  # agents that fall are soon evaluated
     told = capsys.readouterr()
-    assert told.err == "sunrise: 8 runs, 1,600,000 frames, 30,400,000 gradient steps\n"
+    assert told.err == "td3-Hopper: 20 runs, 4,000,000 frames, 37,240,000 gradient steps\n"
     first, last = told.out.splitlines()
-    assert re.fullmatch(
-        r"td3: \d+ updates/s and \d+ frames/s, measured with env=Ant replay=nmer; "
-        r"a run takes \d+\.\d to \d+\.\d h",
+    rates = re.fullmatch(
+        r"td3: (\d+) updates/s and \d+ frames/s, measured with env=Hopper replay=nmer; "
+        r"a run takes (\d+\.\d) to (\d+\.\d) h",
         first,
     )
-    hours = re.match(r"all 8 runs: ([\d,]+) h one after the other", last)
-    longest = float(first.split()[-2])
-    assert float(hours[1].replace(",", "")) == pytest.approx(8 * longest, rel=0.02, abs=1)
+    updates, _, longest = map(float, rates.groups())
+    assert longest >= 0.9 * 3_800_000 / (updates + 1) / 3600
+    hours = re.match(r"all 20 runs: ([\d,]+) h one after the other", last)
+    assert float(hours[1].replace(",", "")) > 2 * longest
 
 
 def test_only_commands_are_printed_for_the_shell(capsys):
