@@ -14,12 +14,14 @@ import csv
 import importlib
 import io
 import itertools
+import logging
 import math
 import os
 import shlex
 import signal
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -128,6 +130,8 @@ def measure(cell: Cell, seconds: float) -> Costs:
     ratio = cell.updates / FRAMES
     every = math.ceil(200 / ratio)  # an evaluation for every 200 updates
     register_resolvers()
+    recipe = importlib.import_module(cell.algorithm)
+    logging.getLogger("torchrl").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as folder, _interrupted(Path(folder), seconds):
         with initialize_config_dir(str(Path(__file__).parent / "conf"), version_base="1.3"):
             overrides = [f"env={cell.env}", "env.version=v4", f"replay={cell.kind}", *cell.given]
@@ -141,7 +145,7 @@ def measure(cell: Cell, seconds: float) -> Costs:
             contextlib.redirect_stderr(io.StringIO()),
         ):
             warnings.simplefilter("ignore")
-            importlib.import_module(cell.algorithm).train(cfg)
+            recipe.train(cfg)
         with (Path(folder) / "run" / "metrics.csv").open() as file:
             rows = [{k: float(v or 0) for k, v in row.items()} for row in csv.DictReader(file)]
     return costs(rows)
@@ -189,7 +193,9 @@ def estimate(cells: list[Cell], seeds: int) -> None:
     for algorithm in algorithms:
         its = [cell for cell in cells if cell.algorithm == algorithm]
         most = max(its, key=lambda cell: (cell.updates, cell.kind == "nmer"))
+        clocks = time.perf_counter(), time.process_time()
         found = measure(most, SECONDS / len(algorithms))
+        share = (time.process_time() - clocks[1]) / (time.perf_counter() - clocks[0])
         seconds = [found.seconds(cell) for cell in its]
         total += sum(seconds) * seeds
         print(
@@ -197,6 +203,8 @@ def estimate(cells: list[Cell], seeds: int) -> None:
             f"measured with env={most.env} replay={most.kind}; a run takes "
             f"{min(seconds) / 3600:.1f} to {max(seconds) / 3600:.1f} h"
         )
+        if share < 0.8:
+            print(f"  with {share:.0%} of a core, as others were busy: an idle machine is faster")
     print(
         f"all {len(cells) * seeds} runs: {total / 3600:,.0f} h one after the other, on one thread "
         "each and without torch.compile"
