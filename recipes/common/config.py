@@ -20,7 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from common import paper
-from common.directories import place_in_sweep
+from common.directories import place_in_sweep, place_in_wandb_sweep
 from common.errors import UsageError
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -87,6 +87,8 @@ def run_recipe(train: Callable[[DictConfig], None], name: str) -> None:
         try:
             OmegaConf.resolve(cfg)
             check(cfg)
+            if not sweep:
+                place_in_wandb_sweep(cfg)
             if not sweep or place_in_sweep(cfg, task.sweep.dir, task.job.override_dirname):
                 train(cfg)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,16 @@ def place_in_sweep(cfg: DictConfig, folder: str, overrides: str) -> bool:
         return True
     _raise_if_different(directory, cfg)
     return False
+
+
+def place_in_wandb_sweep(cfg: DictConfig) -> None:
+    """Under `wandb agent`, gives a run a directory named after the sweep and the run.
+
+    A run that the service hands out again goes on there.
+    """
+    sweep, run = (os.environ.get(f"WANDB_{name}_ID") for name in ("SWEEP", "RUN"))
+    if sweep and run and cfg.run_dir is None and cfg.resume is None:
+        cfg.run_dir, cfg.resume = f"runs/sweep-{sweep}/{run}", "auto"
 
 
 def find_directory(cfg: DictConfig) -> tuple[Path, bool]:

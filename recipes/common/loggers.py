@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from omegaconf import DictConfig, OmegaConf
 
+from common.directories import flatten
 from common.errors import UsageError
 
 
@@ -105,12 +106,17 @@ class WandbLogger:
         import wandb
 
         mode, keyless = _wandb_mode(cfg)
+        config: Any = OmegaConf.to_container(cfg)
+        if os.environ.get("WANDB_SWEEP_ID"):
+            # A sweep's parameters stand in the run's config as they are called, and nothing may
+            # replace them: `replay: nmer` would hide all that is below `replay`.
+            config = flatten(config)
         self._run = wandb.init(
             project=cfg.logger.project,
             group=cfg.logger.group,
             tags=list(cfg.logger.tags),
             name=cfg.name,
-            config=OmegaConf.to_container(cfg),
+            config=config,
             dir=str(directory),
             id=run_id,
             resume="allow" if run_id else None,
@@ -130,8 +136,8 @@ class WandbLogger:
         self._run.log(metrics, step=frames)
 
     def summarize(self, metrics: dict[str, Any]) -> None:
-        """Shown in the table of runs."""
-        self._run.summary.update(metrics)
+        """Shown in the table of runs, and logged: a sweep optimizes only what is."""
+        self._run.log(metrics)
 
     def close(self) -> None:
         """Sends what is left."""

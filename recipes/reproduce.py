@@ -1,0 +1,251 @@
+"""The commands behind each table of the paper, how much they compute, and how long that takes here.
+
+python recipes/reproduce.py                    # the tables, with runs and gradient steps
+python recipes/reproduce.py main               # the commands of one; `| sh` runs them
+python recipes/reproduce.py main --estimate    # about a minute of measuring, then hours
+python recipes/reproduce.py main --seeds 2 --launcher submitit_slurm
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import importlib
+import io
+import itertools
+import logging
+import math
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common import paper
+
+FRAMES, SEEDS, SECONDS = 200_000, 4, 60.0
+EVALUATIONS, EPISODES, LIMIT = 100, 5, 1_000  # of a run, of an evaluation, steps of an episode
+_KINDS = {name: kind for kind, name in paper.KINDS.items()}
+_SETTINGS = {"k": "replay.k"} | {n: n for n in ("replay_ratio", "actor_l2", "grad_clip")}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One setting of a table, which runs with several seeds; `given` differs from the defaults."""
+
+    algorithm: str
+    env: str
+    kind: str
+    given: tuple[str, ...] = field(default=())
+
+    @property
+    def updates(self) -> int:
+        """Gradient steps of a run."""
+        for override in self.given:
+            if override.startswith("replay_ratio="):
+                ratio = float(override.partition("=")[2])
+                break
+        else:
+            ratio = float(self._default("replay_ratio") or 0)
+        return math.floor((FRAMES - int(self._default("random_frames") or 0)) * ratio)
+
+    def _default(self, name: str) -> int | float | None:
+        return paper.setting(name, self.algorithm, self.env, self.kind)
+
+
+def tables() -> dict[str, list[Cell]]:
+    """The cells of each table, by its name."""
+    with (Path(paper.__file__).parent / "paper.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    cells = {"main": [_cell(row) for row in rows if row["best"] == "1"]}
+    # Tables that the ablations do not hold: all methods at NMER's settings.
+    five = [env for env in paper.LOCOMOTION if env != "Humanoid"]
+    kinds = ("1nn", "mixup", "s4rl", "noisy", "nmer")
+    cells["additional"] = [Cell("td3", env, kind) for env in five for kind in kinds]
+    cells["sunrise"] = [Cell("td3", env, "nmer") for env in five if env != "Swimmer"]
+    for row in rows:
+        name = f"{row['algorithm'].lower()}-{row['env']}"
+        cells.setdefault(name, []).append(_cell(row))
+    return cells
+
+
+def _cell(row: dict[str, str]) -> Cell:
+    """A row of the ablations; defaults are not given, so that tables share their runs."""
+    algorithm, env, kind = row["algorithm"].lower(), row["env"], _KINDS[row["replay"]]
+    given = []
+    for column, name in _SETTINGS.items():
+        default = paper.setting(column, algorithm, env, kind)
+        if row[column]:
+            value = float(row[column])
+            if value != default:
+                given.append(f"{name}={value:g}")
+        elif column == "grad_clip" and default is not None:
+            given.append("grad_clip=null")
+    return Cell(algorithm, env, kind, tuple(given))
+
+
+def commands(cells: list[Cell], seeds: int, launcher: str) -> list[str]:
+    """As few command lines as make exactly these cells."""
+    methods: dict[tuple[str, tuple[str, ...], str], list[str]] = {}
+    for cell in cells:
+        methods.setdefault((cell.algorithm, cell.given, cell.env), []).append(cell.kind)
+    envs: dict[tuple[str, tuple[str, ...], tuple[str, ...]], list[str]] = {}
+    for (algorithm, given, env), kinds in methods.items():
+        envs.setdefault((algorithm, given, tuple(kinds)), []).append(env)
+    lines = []
+    for (algorithm, given, kinds), tasks in envs.items():
+        overrides = [f"env={','.join(tasks)}", "env.version=v4", f"replay={','.join(kinds)}"]
+        overrides += [*given, f"seed=range({seeds})", f"hydra/launcher={launcher}"]
+        recipe = os.path.relpath(Path(__file__).with_name(f"{algorithm}.py"))
+        lines.append(shlex.join(["python", recipe, "-m", *overrides]))
+    return lines
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds for each frame, each update and each step of an evaluation's episodes."""
+
+    frame: float
+    update: float
+    step: float
+
+    def seconds(self, cell: Cell) -> float:
+        """Of one run of a cell, if each episode of an evaluation lasts to its limit."""
+        steps = EVALUATIONS * EPISODES * LIMIT
+        return FRAMES * self.frame + cell.updates * self.update + steps * self.step
+
+
+def measure(cell: Cell, seconds: float) -> Costs:
+    """Runs a cell for about so many seconds, at its settings, and stops it."""
+    from common.config import register_resolvers
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    ratio = cell.updates / FRAMES
+    every = math.ceil(200 / ratio)  # an evaluation for every 200 updates
+    register_resolvers()
+    recipe = importlib.import_module(cell.algorithm)
+    logging.getLogger("torchrl").setLevel(logging.WARNING)
+    with tempfile.TemporaryDirectory() as folder, _interrupted(Path(folder), seconds):
+        with initialize_config_dir(str(Path(__file__).parent / "conf"), version_base="1.3"):
+            overrides = [f"env={cell.env}", "env.version=v4", f"replay={cell.kind}", *cell.given]
+            overrides += [f"random_frames={every}", f"eval_every={every}", f"run_dir={folder}/run"]
+            overrides += ["buffer_size=20000", "compile=false", "logger=none"]
+            cfg = compose(cell.algorithm, overrides)
+        OmegaConf.resolve(cfg)
+        with (
+            warnings.catch_warnings(),
+            contextlib.suppress(SystemExit),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            recipe.train(cfg)
+        with (Path(folder) / "run" / "metrics.csv").open() as file:
+            rows = [{k: float(v or 0) for k, v in row.items()} for row in csv.DictReader(file)]
+    return costs(rows)
+
+
+def costs(rows: list[dict[str, float]]) -> Costs:
+    """What a run's rows of metrics say of its costs; its first row is that before any update."""
+    spent = dict.fromkeys(("environment", "upkeep", "sample", "update", "evaluation"), 0.0)
+    for before, row in itertools.pairwise(rows):
+        passed = row["time/seconds"] - before["time/seconds"]
+        for part in spent:
+            spent[part] += row[f"time/share_{part}"] * passed
+    frames = rows[-1]["frames"] - rows[0]["frames"]
+    steps = sum(row["eval/length"] for row in rows[1:]) * EPISODES
+    return Costs(
+        (spent["environment"] + spent["upkeep"]) / frames,
+        (spent["sample"] + spent["update"]) / rows[-1]["train/updates"],
+        spent["evaluation"] / steps,
+    )
+
+
+@contextlib.contextmanager
+def _interrupted(folder: Path, seconds: float) -> Iterator[None]:
+    """Stops a run as Ctrl-C does, once the time is up and it has logged a row with updates."""
+
+    def stop(*_: object) -> None:
+        path = folder / "run" / "metrics.csv"
+        if path.exists() and len(path.read_text().splitlines()) >= 3:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def estimate(cells: list[Cell], seeds: int) -> None:
+    """Measures each algorithm at the setting that computes most, and prints hours."""
+    algorithms = sorted({cell.algorithm for cell in cells})
+    total = 0.0
+    for algorithm in algorithms:
+        its = [cell for cell in cells if cell.algorithm == algorithm]
+        most = max(its, key=lambda cell: (cell.updates, cell.kind == "nmer"))
+        clocks = time.perf_counter(), time.process_time()
+        found = measure(most, SECONDS / len(algorithms))
+        share = (time.process_time() - clocks[1]) / (time.perf_counter() - clocks[0])
+        seconds = [found.seconds(cell) for cell in its]
+        total += sum(seconds) * seeds
+        print(
+            f"{algorithm}: {1 / found.update:.0f} updates/s and {1 / found.frame:.0f} frames/s, "
+            f"measured with env={most.env} replay={most.kind}; a run takes "
+            f"{min(seconds) / 3600:.1f} to {max(seconds) / 3600:.1f} h"
+        )
+        if share < 0.8:
+            print(f"  with {share:.0%} of a core, as others were busy: an idle machine is faster")
+    print(
+        f"all {len(cells) * seeds} runs: {total / 3600:,.0f} h one after the other, on one thread "
+        "each and without torch.compile"
+    )
+
+
+def describe(name: str, cells: list[Cell], seeds: int) -> str:
+    """How much a table computes, in one line."""
+    runs, updates = len(cells) * seeds, sum(cell.updates for cell in cells) * seeds
+    return f"{name}: {runs} runs, {runs * FRAMES:,} frames, {updates:,} gradient steps"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Lists the tables, or prints the commands of one, or estimates its hours."""
+    known = tables()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "table", nargs="?", choices=list(known), help="which; all are listed if none"
+    )
+    parser.add_argument("--estimate", action="store_true", help="measure, and print the hours")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="for each cell (%(default)s)")
+    parser.add_argument("--launcher", default="joblib", help="of Hydra (%(default)s)")
+    options = parser.parse_args(arguments)
+    if options.seeds < 1:
+        parser.error(f"--seeds {options.seeds}; it is an integer, at least 1")
+    if options.table is None:
+        if options.estimate:
+            parser.error("--estimate needs a table, as in `reproduce.py main --estimate`")
+        for name, cells in known.items():
+            print(describe(name, cells, options.seeds))
+        return
+    cells = known[options.table]
+    # Only commands go to the standard output, so that it can be piped into a shell.
+    print(describe(options.table, cells, options.seeds), file=sys.stderr)
+    if options.estimate:
+        estimate(cells, options.seeds)
+    else:
+        print("\n".join(commands(cells, options.seeds, options.launcher)))
+
+
+if __name__ == "__main__":
+    main()
