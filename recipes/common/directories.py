@@ -12,7 +12,10 @@ from common.checkpoint import FILE
 from common.errors import UsageError
 
 # What may differ between a run and its continuation.
-_FREE = {"resume", "run_dir", "checkpoint_every", "threads", "video", "logger", "compile", "device"}
+_FREE = {
+    "resume", "run_dir", "checkpoint_every", "threads", "video", "logger", "compile", "device",
+    "collector",
+}  # fmt: skip
 
 
 def place_in_sweep(cfg: DictConfig, folder: str, overrides: str) -> bool:
