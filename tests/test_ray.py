@@ -1,5 +1,6 @@
 """Environments on Ray workers; those tests that start some do so on a cluster of two nodes."""
 
+import contextlib
 import csv
 import json
 import os
@@ -87,6 +88,13 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch):
 def test_bad_values_are_named(override, message):
     with pytest.raises(config.UsageError, match=message):
         config.check(make_config("sac", "collector=ray", override))
+
+
+@needs_ray
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere"])
+def test_an_address_where_no_one_listens_is_told_at_once(address):
+    with pytest.raises(config.UsageError, match=f"address={address}: no Ray cluster answers"):
+        make_remote(f"collector.address={address}")
 
 
 @needs_ray
@@ -215,7 +223,7 @@ def test_training_outlives_a_killed_worker_and_goes_on_after_a_lost_node(
             if where(worker)[0] == gone.node_id
         ]
         cluster.remove_node(gone)
-        with pytest.raises(ray.exceptions.RayError):
+        with contextlib.suppress(ray.exceptions.RayError):  # until it is noticed
             while True:
                 where(worker)
         seen.lost = seen.collector.frames

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -28,7 +30,11 @@ except ImportError:
     ray = None
 
 _TRIES = 3  # to begin workers anew without a batch from them
-_ENTRIES = ("observation", "action", *(("next", n) for n in ("observation", "reward", "terminated")))
+_AFTER = ("observation", "reward", "terminated")  # entries of a row under "next"
+_NOBODY = (
+    "collector.address={}: no Ray cluster answers there ({}). Start one by `ray start --head`, or "
+    "leave the address out."
+)
 
 
 class RemoteCollector:
@@ -65,6 +71,7 @@ class RemoteCollector:
                 'collector=ray needs Ray, which is not installed: pip install "ray>=2.60", or '
                 "leave it out to act in this process."
             )
+        _check_address(cfg.collector.address)
         self.cfg, self.seed, self.stream = cfg, seed, stream
         self.device = torch.device(cfg.device)
         self.frames = 0
@@ -81,16 +88,17 @@ class RemoteCollector:
         self._starts = 0
 
     def __enter__(self) -> RemoteCollector:
-        address = self.cfg.collector.address
+        cfg = self.cfg.collector
         # What workers run of ours goes to them whole: their machines need no copy of the recipes.
         ray.cloudpickle.register_pickle_by_value(common)
+        options: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
+        if cfg.address is None:  # has room for the workers, whether or not there are as many cores
+            options |= {"num_cpus": math.ceil(cfg.workers * cfg.cpus), "include_dashboard": False}
+            options["object_store_memory"] = 2**27
         try:
-            ray.init(address or "local", logging_level="error", log_to_driver=False)
+            ray.init(cfg.address or "local", **options)
         except ConnectionError as error:
-            raise UsageError(
-                f"collector.address={address}: no Ray cluster answers there ({error}). Start one "
-                "by `ray start --head`, or leave the address out."
-            ) from None
+            raise UsageError(_NOBODY.format(cfg.address, error)) from None
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -114,8 +122,10 @@ class RemoteCollector:
         after = batch["next"]
         done, returns = after["done"].flatten().tolist(), after["episode_reward"].flatten().tolist()
         after["terminated"] &= ~after["truncated"]
-        rows = batch.select(*_ENTRIES).to(self.device).split(1)
-        for row, ends, episode_return in zip(rows, done, returns, strict=True):
+        rows = batch.select("observation", "action", *(("next", name) for name in _AFTER))
+        for row, ends, episode_return in zip(
+            rows.to(self.device).split(1), done, returns, strict=True
+        ):
             yield row, episode_return if ends else None
 
     def _receive(self) -> TensorDictBase:
@@ -191,6 +201,17 @@ class RemoteCollector:
         self.stream.load_state_dict(state["stream"])
 
 
+def _check_address(address: str | None) -> None:
+    """Whether anyone listens there; Ray would take minutes to say so."""
+    if address in (None, "auto"):
+        return
+    try:
+        host, port = address.rsplit(":", 1)
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, ValueError) as error:
+        raise UsageError(_NOBODY.format(address, error)) from None
+
+
 class _StartsAtRandom(TensorDictModuleBase):
     """Uniform actions in [-1, 1] as long as `random` is set, which comes with the weights."""
 
@@ -208,7 +229,7 @@ class _StartsAtRandom(TensorDictModuleBase):
 
 
 def _make_env(cfg: DictConfig, seed: int) -> EnvBase:
-    """The task for a worker. Exploration there draws from torch's generator, so it is seeded too."""
+    """The task of a worker; exploration there draws from torch's generator, which is seeded too."""
     torch.manual_seed(seed)
     env = TransformedEnv(GymWrapper(make_env(cfg)), Compose(DoubleToFloat(), RewardSum()))
     env.set_seed(seed)
