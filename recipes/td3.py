@@ -11,14 +11,14 @@ import math
 
 import torch
 from common.checkpoint import Checkpoint
-from common.collect import FrameCollector
+from common.collect import make_collector
 from common.compiling import maybe_compile
 from common.config import run_recipe
 from common.envs import make_env
 from common.evaluate import Evaluator
 from common.replay import describe, draw, make_buffer, report, store
 from common.runs import Run
-from common.streams import Stream, seeds
+from common.streams import seeds
 from common.video import check_video, write_video
 from omegaconf import DictConfig
 from tensordict import TensorDictBase
@@ -113,13 +113,12 @@ def train(cfg: DictConfig) -> None:
 
     # Buffer
     buffer = make_buffer(cfg, seed["replay"])
-    collector = FrameCollector(
+    collector = make_collector(
+        cfg,
         env,
         explorer,
-        seed=seed["environment"],
-        random_frames=cfg.random_frames,
-        stream=Stream(seed["exploration"], device),
-        device=device,
+        lambda: make_agent(cfg, observations, actions, torch.device("cpu"))[1],
+        seed,
     )
 
     # Loop
@@ -136,7 +135,7 @@ def train(cfg: DictConfig) -> None:
     if run.resumed:
         checkpoint.load()
     clock, batch = run.clock, None
-    with run:
+    with collector, run:
         for frame in range(collector.frames + 1, cfg.total_frames + 1):
             with clock("environment"):
                 row = collector.step()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
 import torch
+from omegaconf import DictConfig
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
@@ -14,6 +16,33 @@ from torchrl.envs import ExplorationType, set_exploration_type
 
 from common import envs
 from common.streams import Stream
+
+if TYPE_CHECKING:
+    from common.remote import RemoteCollector
+
+
+def make_collector(
+    cfg: DictConfig,
+    env: gymnasium.Env,
+    policy: TensorDictModuleBase,
+    make_copy: Callable[[], TensorDictModuleBase],
+    seed: dict[str, int],
+) -> FrameCollector | RemoteCollector:
+    """What `cfg.collector` describes; `make_copy` makes a policy like the one given, on the CPU."""
+    device = torch.device(cfg.device)
+    stream = Stream(seed["exploration"], device)
+    if cfg.collector.kind == "ray":
+        from common.remote import RemoteCollector
+
+        return RemoteCollector(cfg, policy, make_copy, seed=seed["environment"], stream=stream)
+    return FrameCollector(
+        env,
+        policy,
+        seed=seed["environment"],
+        random_frames=cfg.random_frames,
+        stream=stream,
+        device=device,
+    )
 
 
 class FrameCollector:
@@ -49,6 +78,12 @@ class FrameCollector:
         self.ended: float | None = None  # the return of an episode that ended with the last frame
         self.returns: list[float] = []  # of episodes that ended since someone took them
         self._observation = self._tensor(env.reset(seed=seed)[0])
+
+    def __enter__(self) -> FrameCollector:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.env.close()
 
     @torch.no_grad()
     def step(self) -> TensorDict:
@@ -97,9 +132,9 @@ class FrameCollector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there, in the middle of the episode where the task can be restored."""
+        """Goes on from there, in the middle of the episode where that can be restored."""
         fresh = self.env.reset()[0]
-        if envs.set_state(self.env, state["env"]):
+        if "env" in state and envs.set_state(self.env, state["env"]):
             self._observation = state["observation"].to(self.device)
             self.episode_return = state["episode_return"]
         else:

@@ -115,16 +115,23 @@ _AT_LEAST: dict[str, float] = {
     "eval_episodes": 1,
     "checkpoint_every": 1,
 }
-_INTEGERS = set(_AT_LEAST) - {"replay_ratio", "actor_l2"}
+_AT_LEAST_WITH_RAY: dict[str, float] = {
+    "collector.workers": 1,
+    "collector.frames_per_batch": 1,
+    "collector.cpus": 0.01,
+    "collector.patience": 0,
+}
+_NUMBERS = {"replay_ratio", "actor_l2", "collector.cpus", "collector.patience"}  # others: integers
 
 
 def check(cfg: DictConfig) -> None:
     """Raises a `UsageError` for a value that no run could use."""
-    for name, least in _AT_LEAST.items():
-        value = cfg[name]
-        kinds: Any = int if name in _INTEGERS else (int, float)
+    remote = cfg.collector.kind == "ray"
+    for name, least in (_AT_LEAST | (_AT_LEAST_WITH_RAY if remote else {})).items():
+        value = OmegaConf.select(cfg, name)
+        kinds: Any = (int, float) if name in _NUMBERS else int
         if isinstance(value, bool) or not isinstance(value, kinds) or not value >= least:
-            kind = "an integer" if name in _INTEGERS else "a number"
+            kind = "a number" if name in _NUMBERS else "an integer"
             raise UsageError(f"{name}={value}, but it is {kind}, at least {least}.")
     if cfg.random_frames >= cfg.total_frames:
         raise UsageError(

@@ -13,7 +13,8 @@ from common.checkpoint import FILE
 from common.errors import UsageError
 
 # What may differ between a run and its continuation.
-FREE = {"resume", "run_dir", "checkpoint_every", "threads", "video", "logger", "compile", "device"}
+FREE = {"resume", "run_dir", "checkpoint_every", "video", "logger"}
+FREE |= {"threads", "compile", "device", "collector"}
 
 
 def place_in_sweep(cfg: DictConfig, folder: str, overrides: str) -> bool:

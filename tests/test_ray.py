@@ -1,0 +1,265 @@
+"""Environments on Ray workers; those tests that start some do so on a cluster of two nodes."""
+
+import contextlib
+import csv
+import json
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModuleBase
+from test_recipe_parts import make_config
+
+from common import config, remote  # isort: skip
+from common.collect import FrameCollector, make_collector  # isort: skip
+from common.envs import make_env  # isort: skip
+from common.runs import Run  # isort: skip
+from common.streams import Stream, seeds  # isort: skip
+from nmer_torchrl import make_replay_buffer
+
+needs_ray = pytest.mark.skipif(remote.ray is None, reason="Ray is not installed")
+pytestmark = pytest.mark.xdist_group("ray")
+
+CPU = torch.device("cpu")
+SMALL = ["hidden=[16,16]", "batch_size=16", "eval_episodes=1", "logger=none", "device=cpu"]
+TASK = ["collector=ray", "env=InvertedPendulum", "total_frames=600", "random_frames=200", *SMALL]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 1, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster.add_node(num_cpus=1)
+    yield cluster
+    cluster.shutdown()
+
+
+def make_remote(*overrides: str):
+    """A collector as the recipe makes it, and the policy that it sends the weights of."""
+    import td3
+
+    cfg = make_config("td3", *TASK, *overrides)
+    env = make_env(cfg.env)
+    sizes = env.observation_space.shape[0], env.action_space.shape[0]
+    policy = td3.make_agent(cfg, *sizes, CPU)[1]
+    collector = make_collector(
+        cfg, env, policy, lambda: td3.make_agent(cfg, *sizes, CPU)[1], seeds(0)
+    )
+    return collector, policy
+
+
+def take(collector, rows: int) -> TensorDict:
+    return torch.cat([collector.step() for _ in range(rows)])
+
+
+class Recorded(TensorDictModuleBase):
+    """Does again what was done."""
+
+    in_keys, out_keys = ["observation"], ["action"]
+
+    def __init__(self, actions):
+        super().__init__()
+        self.actions = iter(actions.split(1))
+
+    def forward(self, tensordict):
+        return tensordict.set("action", next(self.actions))
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(remote, "ray", None)
+    with pytest.raises(config.UsageError, match="pip install"):
+        make_remote()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("collector.workers=0", "collector.workers=0, but it is an integer, at least 1"),
+        ("collector.frames_per_batch=1.5", "collector.frames_per_batch=1.5"),
+        ("collector.cpus=0", "collector.cpus=0"),
+        ("collector.patience=-1", "collector.patience=-1"),
+    ],
+)
+def test_bad_values_are_named(override, message):
+    with pytest.raises(config.UsageError, match=message):
+        config.check(make_config("sac", "collector=ray", override))
+
+
+@needs_ray
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere"])
+def test_an_address_where_no_one_listens_is_told_at_once(address):
+    with pytest.raises(config.UsageError, match=f"address={address}: no Ray cluster answers"):
+        make_remote(f"collector.address={address}")
+
+
+@needs_ray
+def test_rows_of_a_worker_are_those_of_the_local_collector(monkeypatch):
+    collector, _ = make_remote("env=Hopper")
+    task = collector.cfg.env
+    batch = remote._make_env(task, 3).rollout(200, break_when_any_done=False)
+    monkeypatch.setattr(collector, "_receive", batch.clone)
+    local = FrameCollector(
+        make_env(task),
+        Recorded(batch["action"]),
+        seed=3,
+        random_frames=0,
+        stream=Stream(0, CPU),
+        device=CPU,
+    )
+    local._observation = local._tensor(local.env.reset()[0])  # a worker resets once more
+    for _ in range(200):
+        row, expected = collector.step(), local.step()
+        assert set(row.keys(True, True)) == set(expected.keys(True, True))
+        assert (row == expected).all()
+        assert row.batch_size == (1,)
+        assert (collector.ended is None) == (local.ended is None)
+    assert len(collector.returns) > 3
+    assert collector.returns == pytest.approx(local.returns, rel=1e-5)
+    assert collector.frames == 200
+
+
+@needs_ray
+def test_the_time_limit_ends_no_value(monkeypatch):
+    collector, _ = make_remote()
+    flags = torch.tensor([[0, 0], [1, 0], [0, 1], [1, 1]], dtype=torch.bool)
+    step = TensorDict(
+        observation=torch.zeros(4, 4),
+        reward=torch.ones(4, 1),
+        terminated=flags[:, :1],
+        truncated=flags[:, 1:],
+        done=flags.any(1, keepdim=True),
+        episode_reward=torch.arange(4.0).unsqueeze(1),
+        batch_size=[4],
+    )
+    rows = TensorDict(
+        observation=torch.zeros(4, 4), action=torch.zeros(4, 1), next=step, batch_size=[4]
+    )
+    monkeypatch.setattr(collector, "_receive", lambda: rows)
+    assert take(collector, 4)["next", "terminated"].flatten().tolist() == [0, 1, 0, 0]
+    assert collector.returns == [1.0, 2.0, 3.0]
+
+
+@needs_ray
+def test_consecutive_rows_find_each_other_among_those_of_other_workers(monkeypatch):
+    collector, _ = make_remote()
+    workers = [remote._make_env(collector.cfg.env, seed) for seed in range(2)]
+    rollouts = [env.rollout(64, break_when_any_done=False) for env in workers]
+    batches = [part for both in zip(*(r.split(8) for r in rollouts), strict=True) for part in both]
+    monkeypatch.setattr(collector, "_receive", lambda: batches.pop(0))
+    buffer = make_replay_buffer("ct", capacity=200, batch_size=2_000)
+    buffer.extend(take(collector, 128))
+    index = buffer.sample()["index"]
+    stored = buffer.storage[:]
+    paired = index[index[:, 0] != index[:, 1]]
+    # 8 rows of one worker, then 8 of the other: a row is followed by the next one or the ninth.
+    assert set((paired[:, 1] - paired[:, 0]).tolist()) == {1, 9}
+    after, before = stored["next", "observation"][paired[:, 0]], stored["observation"][paired[:, 1]]
+    assert torch.equal(after, before)
+
+
+@needs_ray
+def test_workers_act_at_random_and_then_by_the_learners_weights(cluster):
+    options = ["random_frames=20", "exploration_noise=0.0", "collector.frames_per_batch=8"]
+    collector, policy = make_remote(f"collector.address={cluster.address}", *options)
+    under_way = 3 * 8  # of both workers, and what is handed out
+
+    def distance(rows):
+        with torch.no_grad():
+            return (policy(rows.select("observation"))["action"] - rows["action"]).abs()
+
+    with collector:
+        first = take(collector, 20)
+        assert distance(first).median() > 0.1
+        assert first["action"].abs().max() <= 1
+        assert len(first["action"].unique()) == 20  # workers have seeds of their own
+        take(collector, under_way)
+        assert distance(take(collector, 20)).max() < 1e-5
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.neg_()
+        assert distance(take(collector, 8)).max() > 1e-3
+        take(collector, under_way)
+        assert distance(take(collector, 20)).max() < 1e-5
+
+
+def where(worker) -> tuple[str, int]:
+    """Node and process of a worker."""
+    import ray
+
+    look = worker.__ray_call__.remote(
+        lambda _: (ray.get_runtime_context().get_node_id(), os.getpid())
+    )
+    return ray.get(look, timeout=60)
+
+
+@needs_ray
+def test_training_outlives_a_killed_worker_and_goes_on_after_a_lost_node(
+    cluster, tmp_path, monkeypatch, capsys
+):
+    import ray
+    import td3
+
+    seen = SimpleNamespace(collector=None, lost=None)
+
+    def remember(*arguments):
+        seen.collector = make_collector(*arguments)
+        return seen.collector
+
+    def kill_worker():
+        workers = [where(worker) for worker in seen.collector._workers.remote_collectors]
+        assert len({node for node, _ in workers}) == 2  # one on each
+        os.kill(workers[0][1], signal.SIGKILL)
+
+    def lose_node():
+        gone = cluster.list_all_nodes()[-1]
+        (worker,) = [
+            worker
+            for worker in seen.collector._workers.remote_collectors
+            if where(worker)[0] == gone.node_id
+        ]
+        cluster.remove_node(gone)
+        with contextlib.suppress(ray.exceptions.RayError):  # until it is noticed
+            while True:
+                where(worker)
+        seen.lost = seen.collector.frames
+
+    events, log = {250: kill_worker, 450: lose_node}, Run.log
+
+    def log_and_act(run, frames, *arguments):
+        log(run, frames, *arguments)
+        events.pop(frames, lambda: None)()
+
+    monkeypatch.setattr(td3, "make_collector", remember)
+    monkeypatch.setattr(Run, "log", log_and_act)
+    where_to = [f"collector.address={cluster.address}", f"run_dir={tmp_path / 'run'}"]
+    arguments = [*TASK, *where_to, "eval_every=50", "checkpoint_every=100", "collector.patience=2"]
+    with pytest.raises(config.UsageError, match=r"workers=2 .* did not find room .* resume=auto"):
+        td3.train(make_config("td3", *arguments))
+    assert not events
+    assert "A worker was lost at frame 2" in capsys.readouterr().err
+    state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    assert state["collector"]["frames"] == 400 <= seen.lost
+
+    cluster.add_node(num_cpus=1)
+    td3.train(make_config("td3", *arguments, "resume=auto"))
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["frames"]) for row in rows] == list(range(50, 601, 50))
+    updates = [int(row["train/updates"]) for row in rows]
+    assert updates == [max(0, frames - 200) for frames in range(50, 601, 50)]
+    assert all(float(row["replay/size"]) == float(row["frames"]) for row in rows)
+    assert float(rows[-1]["replay/mixed"]) > 0.3
+    # A reward of 1 for each frame: what ended is most of what was seen, and no more than that.
+    returned = sum(float(row["train/return"]) * int(row["train/episodes"]) for row in rows)
+    assert 300 < returned <= 600
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["updates"] == 400
+    state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    stored = state["buffer"]["_storage"]["_storage"]
+    assert len(stored["observation"]) == 600
+    assert stored["action"][:200].std() == pytest.approx(1 / 3**0.5, abs=0.1)  # uniform
