@@ -42,9 +42,10 @@ class RemoteCollector:
 
     TorchRL's `RayCollector` gives each worker an environment and a copy of the policy, which act
     for `frames_per_batch` frames and then wait for fresh weights. While the rows of one worker are
-    handed out the others act, so that a row may come from weights that are as many frames old as
-    all workers collect at a time. Which worker is first is a matter of time: the same seed does not
-    give the same rows. Rows of an episode come in its order, with those of others in between.
+    handed out the others act, so that weights are old by what has arrived meanwhile: about what all
+    workers collect at a time, more where one is slow. Which worker is first is a matter of time:
+    the same seed does not give the same rows. Rows of an episode come in its order, with those of
+    others in between.
 
     A worker that is lost cannot be replaced alone: all are begun anew, and with them their
     episodes. So they are when a run is resumed.
