@@ -73,9 +73,9 @@ def train(cfg: DictConfig) -> None:
     torch.manual_seed(seed["networks"])
 
     # Environment
-    env = make_env(cfg.env, seed["environment"])
+    env = make_env(cfg.env)
     evaluate = Evaluator(cfg.env, cfg.eval_episodes, gamma=cfg.gamma, device=device)
-    observations, actions = env.observation_spec["observation"].shape[-1], env.action_spec.shape[-1]
+    observations, actions = env.observation_space.shape[0], env.action_space.shape[0]
 
     # Agent
     actor, loss = make_agent(cfg, observations, actions, device)
@@ -109,6 +109,7 @@ def train(cfg: DictConfig) -> None:
     collector = FrameCollector(
         env,
         actor,
+        seed=seed["environment"],
         random_frames=cfg.random_frames,
         stream=Stream(seed["exploration"], device),
         device=device,

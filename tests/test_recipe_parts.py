@@ -22,7 +22,7 @@ from torchrl.objectives import SoftUpdate
 RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
-from common import checkpoint, compiling, config, envs, evaluate, streams  # noqa: E402
+from common import checkpoint, collect, compiling, config, envs, evaluate, streams  # noqa: E402
 from common.replay import describe, draw, make_buffer  # noqa: E402
 from common.runs import Clock, Run  # noqa: E402
 
@@ -143,20 +143,20 @@ def test_an_unknown_choice_lists_the_known_ones(group, known):
 )
 def test_tasks_that_cannot_be_learned_are_refused(override, words):
     with pytest.raises(config.UsageError, match=words):
-        envs.make_gym_env(make_config("sac", override).env)
+        envs.make_env(make_config("sac", override).env)
 
 
 def test_a_task_of_dm_control_by_name():
     cfg = make_config("td3", "env=dm_control", "env.name=reacher-easy")
     if importlib.util.find_spec("dm_control") is None:
         with pytest.raises(config.UsageError, match="pip install dm_control"):
-            envs.make_gym_env(cfg.env)
+            envs.make_env(cfg.env)
         return
-    first, second = envs.make_gym_env(cfg.env), envs.make_gym_env(cfg.env)
+    first, second = envs.make_env(cfg.env), envs.make_env(cfg.env)
     assert np.array_equal(first.reset(seed=3)[0], second.reset(seed=3)[0])
     assert first.reset()[0].shape == (6,)
     with pytest.raises(config.UsageError, match="cheetah-run"):
-        envs.make_gym_env(make_config("td3", "env=dm_control", "env.name=cheetah-fly").env)
+        envs.make_env(make_config("td3", "env=dm_control", "env.name=cheetah-fly").env)
 
 
 def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
@@ -181,7 +181,7 @@ def test_a_checkpoint_executes_nothing(tmp_path):
 )
 def test_a_restored_task_takes_the_same_path(name, version):
     cfg = make_config("sac", f"env={name}", *([f"env.version={version}"] if version else []))
-    task, copy = envs.make_gym_env(cfg.env), envs.make_gym_env(cfg.env)
+    task, copy = envs.make_env(cfg.env), envs.make_env(cfg.env)
     assert (task.action_space.low == -1).all()
     assert (task.action_space.high == 1).all()
     random = np.random.default_rng(0)
@@ -232,13 +232,24 @@ def test_the_horizon_is_no_termination(end, terminated):
     name = f"Ending{end}-v0"
     gymnasium.register(name, type("Task", (Ending,), {"end": end}), max_episode_steps=5)
     cfg = make_config("sac", f"env.id={name}")
-    env = envs.make_env(cfg.env, 0)
-    assert env.action_spec.space.low.item() == -1
-    data = env.rollout(10, policy=lambda td: td.set("action", torch.ones(1)))
-    assert len(data) == end
-    assert data["next", "terminated"].any().item() is terminated
-    assert data["next", "done"][-1].item()
+    device = torch.device("cpu")
+    acting = collect.FrameCollector(
+        envs.make_env(cfg.env),
+        lambda seen: seen.set("action", torch.ones(1, 1)),
+        seed=0,
+        random_frames=0,
+        stream=streams.Stream(0, device),
+        device=device,
+    )
+    data = torch.cat([acting.step() for _ in range(end)])
+    assert data["next", "terminated"].flatten().tolist() == [False] * (end - 1) + [terminated]
     assert (data["next", "reward"] == 5).all()  # 1 is the upper bound of the task's own actions
+    assert acting.ended == 5 * end
+    assert acting.returns == [5 * end]
+    after, again = data["next", "observation"][-1], acting.step()["observation"]
+    assert (after == 5).all()
+    assert (again == 0).all()  # the first of the next episode
+    assert acting.ended is None
 
 
 def test_streams_do_not_disturb_one_another():
@@ -282,7 +293,7 @@ def test_evaluation_starts_from_the_same_states_each_time(monkeypatch):
     # By hand: one episode after the other.
     totals, discounted = [], []
     for seed in range(3):
-        env = envs.make_gym_env(cfg.env)
+        env = envs.make_env(cfg.env)
         observation, _ = env.reset(seed=evaluate._SEED + seed)
         rewards = []
         for _ in range(200):
@@ -300,7 +311,7 @@ def test_evaluation_starts_from_the_same_states_each_time(monkeypatch):
 
 
 def test_a_generator_state_is_plain_text():
-    env = envs.make_gym_env(make_config("sac", "env=Pendulum").env)
+    env = envs.make_env(make_config("sac", "env=Pendulum").env)
     env.reset(seed=0)
     assert json.loads(envs.get_state(env)["random"])["bit_generator"] == "PCG64"
 

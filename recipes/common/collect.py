@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+import gymnasium
+import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
-from torchrl.envs import ExplorationType, TransformedEnv, set_exploration_type
+from torch import Tensor
+from torchrl.envs import ExplorationType, set_exploration_type
 
 from common import envs
 from common.streams import Stream
 
-ROW = ("observation", "action", ("next", "observation"), ("next", "reward"), ("next", "terminated"))
-
 
 class FrameCollector:
-    """Steps a TorchRL environment by one frame, and can stop and go on within an episode.
+    """Acts in a Gymnasium task by one frame, and can stop and go on within an episode.
 
-    TorchRL's `Collector` spends several milliseconds on a batch of one frame, and its state leaves
-    out the observation to act on next, without which a resumed run takes another path.
+    TorchRL's `Collector` spends several milliseconds on a batch of one frame, its environments one
+    of them, and its state leaves out the observation to act on next, without which a resumed run
+    takes another path.
 
     Args:
-        env: The environment.
+        env: The task, with actions in [-1, 1].
         policy: What acts, with its exploration, after the random frames.
+        seed: Of the task.
         random_frames: Number of first frames with uniform actions.
         stream: Where exploration draws from.
         device: Of the policy and of the rows.
@@ -31,9 +34,10 @@ class FrameCollector:
 
     def __init__(
         self,
-        env: TransformedEnv,
+        env: gymnasium.Env,
         policy: TensorDictModuleBase,
         *,
+        seed: int,
         random_frames: int,
         stream: Stream,
         device: torch.device,
@@ -44,33 +48,48 @@ class FrameCollector:
         self.episode_return = 0.0
         self.ended: float | None = None  # the return of an episode that ended with the last frame
         self.returns: list[float] = []  # of episodes that ended since someone took them
-        self._carrier = env.reset()
+        self._observation = self._tensor(env.reset(seed=seed)[0])
 
     @torch.no_grad()
-    def step(self) -> TensorDictBase:
-        """Acts once; the transition is a batch `[1]` of the entries that are worth storing."""
-        carrier = self._carrier
+    def step(self) -> TensorDict:
+        """Acts once; the transition is a batch `[1]`.
+
+        A step that ends by the time limit is stored as not terminated, whatever else it was.
+        """
+        observation = self._observation
         with self.stream, set_exploration_type(ExplorationType.RANDOM):
             if self.frames < self.random_frames:
-                action = self.env.action_spec.rand()
+                action = 2 * torch.rand(1, *self.env.action_space.shape, device=self.device) - 1
             else:
-                seen = TensorDict(observation=carrier["observation"].to(self.device))
-                action = self.policy(seen)["action"].cpu()  # environments are there
-        transition, self._carrier = self.env.step_and_maybe_reset(carrier.set("action", action))
+                seen = TensorDict(observation=observation, batch_size=[1])
+                action = self.policy(seen)["action"]
+        after, reward, terminated, truncated, _ = self.env.step(action[0].cpu().numpy())
+        self._observation = following = self._tensor(after)
         self.frames += 1
-        self.episode_return += float(transition["next", "reward"])
+        self.episode_return += float(reward)
         self.ended = None
-        if transition["next", "done"].item():
+        if terminated or truncated:
             self.ended, self.episode_return = self.episode_return, 0.0
             self.returns.append(self.ended)
-        return transition.select(*ROW).unsqueeze(0).to(self.device)
+            self._observation = self._tensor(self.env.reset()[0])
+        ends = bool(terminated and not truncated)
+        step = TensorDict(
+            observation=following,
+            reward=torch.tensor([[reward]], dtype=torch.float32, device=self.device),
+            terminated=torch.tensor([[ends]], device=self.device),
+            batch_size=[1],
+        )
+        return TensorDict(observation=observation, action=action, next=step, batch_size=[1])
+
+    def _tensor(self, observation: np.ndarray) -> Tensor:
+        """As a float32 batch `[1, d]`; a copy, since tasks may write into theirs."""
+        return torch.tensor(observation, dtype=torch.float32, device=self.device).unsqueeze(0)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the episode stands, and what has been counted."""
-        carrier = self._carrier.select("observation", "done", "terminated", "truncated")
         return {
-            "env": envs.get_state(self.env.base_env._env),
-            "carrier": carrier.to_dict(retain_none=False),
+            "env": envs.get_state(self.env),
+            "observation": self._observation,
             "frames": self.frames,
             "episode_return": self.episode_return,
             "returns": list(self.returns),
@@ -79,11 +98,11 @@ class FrameCollector:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from there, in the middle of the episode where the task can be restored."""
-        fresh = self.env.reset()
-        if envs.set_state(self.env.base_env._env, state["env"]):
-            self._carrier = fresh.update(state["carrier"])
+        fresh = self.env.reset()[0]
+        if envs.set_state(self.env, state["env"]):
+            self._observation = state["observation"].to(self.device)
             self.episode_return = state["episode_return"]
         else:
-            self._carrier, self.episode_return = fresh, 0.0
+            self._observation, self.episode_return = self._tensor(fresh), 0.0
         self.frames, self.returns = state["frames"], list(state["returns"])
         self.stream.load_state_dict(state["stream"])

@@ -10,23 +10,12 @@ import gymnasium
 import numpy as np
 import torch
 from omegaconf import DictConfig
-from tensordict import TensorDictBase
-from torchrl.envs import Compose, DoubleToFloat, Transform, TransformedEnv
-from torchrl.envs.libs.gym import GymWrapper
 
 from common.config import UsageError
 from common.dm_control import ControlSuiteTask
 
 
-class HorizonIsNoTermination(Transform):
-    """A step that ends by the time limit is stored as not terminated, whatever else it was."""
-
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        ended, cut = next_tensordict["terminated"], next_tensordict["truncated"]
-        return next_tensordict.set("terminated", ended & ~cut)
-
-
-def make_gym_env(cfg: DictConfig, *, render_mode: str | None = None) -> gymnasium.Env:
+def make_env(cfg: DictConfig, *, render_mode: str | None = None) -> gymnasium.Env:
     """The Gymnasium task with actions rescaled to [-1, 1]."""
     try:
         with warnings.catch_warnings():
@@ -55,14 +44,6 @@ def make_gym_env(cfg: DictConfig, *, render_mode: str | None = None) -> gymnasiu
     if isinstance(env.observation_space, gymnasium.spaces.Dict):
         env = gymnasium.wrappers.FlattenObservation(env)
     return gymnasium.wrappers.RescaleAction(env, np.float32(-1.0), np.float32(1.0))
-
-
-def make_env(cfg: DictConfig, seed: int) -> TransformedEnv:
-    """The task as a TorchRL environment with float32 observations, on the CPU."""
-    transform = Compose(DoubleToFloat(), HorizonIsNoTermination())
-    env = TransformedEnv(GymWrapper(make_gym_env(cfg)), transform)
-    env.set_seed(seed)
-    return env
 
 
 def get_state(env: gymnasium.Env) -> dict[str, Any]:

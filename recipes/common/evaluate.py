@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl.envs import ExplorationType, set_exploration_type
 from torchrl.objectives import LossModule
 
-from common.envs import make_gym_env
+from common.envs import make_env
 
 _SEED = 10_000  # the same starts for every run and every evaluation
 _CUT = 0.01  # discount at the time limit from which on a Monte-Carlo return counts as whole
@@ -26,7 +26,7 @@ class Evaluator:
     """
 
     def __init__(self, cfg: DictConfig, episodes: int, *, gamma: float, device: torch.device):
-        self.envs = [make_gym_env(cfg) for _ in range(episodes)]
+        self.envs = [make_env(cfg) for _ in range(episodes)]
         self.gamma, self.device = gamma, device
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ class Evaluator:
 
     def record(self, actor: TensorDictModuleBase, cfg: DictConfig) -> tuple[list, int]:
         """Frames of one episode from the first of the fixed seeds, and frames for each second."""
-        env = make_gym_env(cfg, render_mode="rgb_array")
+        env = make_env(cfg, render_mode="rgb_array")
         observer, self.envs = self.envs, [_Camera(env)]
         try:
             with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
