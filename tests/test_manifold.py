@@ -226,9 +226,7 @@ def test_refusals_say_why_and_what_to_do():
         manifold_error("CartPole-v1", rows)
     with pytest.raises(ValueError, match=r"Nowhere-v1 cannot be made"):
         manifold_error("Nowhere-v1", rows)
-    with pytest.raises(
-        ValueError, match=r"6 numbers in each row, but Hopper-v5 has 3"
-    ):
+    with pytest.raises(ValueError, match=r"6 numbers in each row, but Hopper-v5 has 3"):
         manifold_error("Hopper-v5", rows)
     with pytest.raises(ValueError, match=r"batch of shape \(2, 5\).*reshape"):
         manifold_error("HalfCheetah-v5", rows.reshape(2, 5))

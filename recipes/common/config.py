@@ -44,8 +44,12 @@ def register_resolvers() -> None:
         OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
-def run_recipe(train: Callable[[DictConfig], None], name: str) -> None:
-    """Composes the config `name` from the command line and trains by it."""
+def run_recipe(
+    train: Callable[[DictConfig], None],
+    name: str,
+    validate: Callable[[DictConfig], None] | None = None,
+) -> None:
+    """Composes the config `name` from the command line, checks it and trains by it."""
     register_resolvers()
     shows = any(option.startswith("--cfg") or option == "-c" for option in sys.argv)
     if shows and "--resolve" not in sys.argv:
@@ -56,7 +60,7 @@ def run_recipe(train: Callable[[DictConfig], None], name: str) -> None:
         warnings.filterwarnings("ignore", module="torchrl|tensordict|gymnasium|glfw")
         try:
             OmegaConf.resolve(cfg)
-            check(cfg)
+            (validate or check)(cfg)
             train(cfg)
         except UsageError as error:
             raise SystemExit(f"{name}.py: {error}") from None
