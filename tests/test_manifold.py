@@ -2,6 +2,8 @@
 
 import builtins
 import math
+import subprocess
+import sys
 import warnings
 
 import gymnasium
@@ -234,6 +236,8 @@ def test_refusals_say_why_and_what_to_do():
         manifold_error("HalfCheetah-v5", rows, action_bounds=(1, 1))
     with pytest.raises(ValueError, match=r"exactly one of each"):
         manifold_error("HalfCheetah-v5", rows, keys=["observation"])
+    with pytest.raises(ValueError, match=r"no row with a finite .*`reference`"):
+        manifold_error("HalfCheetah-v5", rows[:0])
     short = pusher.clone().set("qpos", torch.zeros(10, 3)).set("qvel", torch.zeros(10, 3))
     with pytest.raises(ValueError, match=r"6 numbers in each row, but Pusher-v5 has 22"):
         manifold_error("Pusher-v5", short)
@@ -250,3 +254,15 @@ def test_missing_gymnasium_is_told(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match=r"gymnasium\[mujoco\]"):
         Simulator("HalfCheetah-v5")
+
+
+def test_the_simulator_is_imported_only_when_used():
+    code = """
+import sys, torchrl.data, torchrl.envs
+before = set(sys.modules)
+import nmer_torchrl.diagnostics
+print(sorted({"gymnasium", "mujoco"} & (set(sys.modules) - before)))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

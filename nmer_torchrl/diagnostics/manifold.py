@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -232,7 +233,7 @@ def _read(rows: TensorDictBase, key: NestedKey, size: int | None, env_id: str) -
 
 def _double(rows: TensorDictBase, key: NestedKey) -> Tensor:
     entry = get_continuous(rows, key, "keys")
-    return entry.detach().cpu().double().reshape(len(rows), -1)
+    return entry.detach().cpu().double().reshape(len(rows), math.prod(entry.shape[1:]))
 
 
 def _check_size(given: int, size: int, key: NestedKey, env_id: str) -> None:
@@ -246,6 +247,12 @@ def _check_size(given: int, size: int, key: NestedKey, env_id: str) -> None:
 def _scale(rows: TensorDictBase, key: NestedKey) -> Tensor:
     """One over the standard deviation of each dimension; 1 where it does not vary."""
     entry = _double(rows, key)
+    entry = entry[entry.isfinite().all(1)]
+    if not len(entry):
+        raise ValueError(
+            f"There is no row with a finite {key!r} by whose spread errors could be measured; "
+            "give such rows as `reference`."
+        )
     standardizer = RunningStandardizer(entry.shape[1])
-    standardizer.update(entry[entry.isfinite().all(1)])
+    standardizer.update(entry)
     return standardizer.scale
