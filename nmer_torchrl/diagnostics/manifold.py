@@ -86,10 +86,11 @@ def manifold_error(
     The state comes from the observation where that determines it: on Ant, HalfCheetah, Hopper,
     Humanoid, HumanoidStandup, InvertedDoublePendulum, InvertedPendulum, Reacher, Swimmer and
     Walker2d, v4 and v5, and on Pendulum and MountainCarContinuous. Hopper, Walker2d and
-    InvertedDoublePendulum show no velocity beyond 10: rows that reach it are taken from
-    `state_keys` where these are stored, and else left out. Any other of Gymnasium's MuJoCo tasks
-    needs `state_keys` for all rows; Pusher does, since it hides a velocity. A mixed sine and cosine
-    stand for the angle in their direction, a mixed quaternion for the rotation in its own.
+    InvertedDoublePendulum show no velocity beyond 10, and Reacher does not tell by which side its
+    elbow went beyond its limit: such rows are taken from `state_keys` where these are stored, and
+    else left out. Any other of Gymnasium's MuJoCo tasks needs `state_keys` for all rows; Pusher
+    does, since it hides a velocity. A mixed sine and cosine stand for the angle in their direction,
+    a mixed quaternion for the rotation in its own.
 
     Args:
         env_id: The task, such as `"HalfCheetah-v5"`, with its default settings.

@@ -9,6 +9,7 @@ import numpy as np
 
 Array = np.ndarray
 _CLIPPED = 10.0  # Gymnasium shows no greater velocity of the tasks that have a bound
+_ELBOW = 3.0  # limit of the second angle of Reacher
 
 
 class Recovered(NamedTuple):
@@ -52,8 +53,10 @@ def _double_pendulum(observation: Array) -> Recovered:
 def _reacher(observation: Array) -> Recovered:
     """Cosines and sines of two angles, the target, two velocities, the way to the target."""
     cosine, sine, target, velocity = np.split(observation, [2, 4, 6, 8], 1)[:4]
-    still = np.zeros_like(target)  # targets do not move
-    return _all_known(np.concatenate([np.arctan2(sine, cosine), target, velocity, still], 1))
+    angle, still = np.arctan2(sine, cosine), np.zeros_like(target)  # targets do not move
+    states = np.concatenate([angle, target, velocity, still], 1)
+    # An elbow beyond its limit may be there from either side: limits are soft, and it passes pi.
+    return Recovered(states, np.abs(angle[:, 1]) <= _ELBOW)
 
 
 def _pendulum(observation: Array) -> Recovered:
