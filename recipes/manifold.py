@@ -51,12 +51,9 @@ def draw(
     """Rows `[count]` as the method draws them, and the positions of their anchors, `[count]`."""
     generator = torch.Generator().manual_seed(seed)
     options = {**state_keys(method["kind"], stored), **method}
-    try:
-        buffer = make_replay_buffer(
-            **options, capacity=len(stored), batch_size=count, generator=generator
-        )
-    except (TypeError, ValueError, ImportError) as error:
-        raise UsageError(f"methods: {error}") from None
+    buffer = make_replay_buffer(
+        **options, capacity=len(stored), batch_size=count, generator=generator
+    )
     buffer.extend(stored)
     generator.manual_seed(seed)  # so that all methods draw the same anchors
     batch = buffer.sample()
@@ -142,10 +139,6 @@ def distance(batch: TensorDictBase, anchors: TensorDictBase, reference: TensorDi
 def run(cfg: DictConfig) -> None:
     """Rows, buffers of each size, errors, table, picture."""
     torch.set_num_threads(cfg.threads)
-    try:
-        Simulator(cfg.env.id).close()
-    except (ValueError, ImportError) as error:
-        raise UsageError(str(error)) from None
     rows = collect(cfg)
     results = []
     repeats = [(size, repeat) for size in cfg.sizes for repeat in range(cfg.repeats)]
@@ -163,10 +156,12 @@ def run(cfg: DictConfig) -> None:
 
 
 def check(cfg: DictConfig) -> None:
-    """Raises a `UsageError` for a value that no run could use."""
+    """Raises a `UsageError` for a value that no run could use, before the long part begins."""
     for name in ("total_frames", "random_frames", "rows", "repeats", "stretch", "threads"):
         if not isinstance(cfg[name], int) or cfg[name] < 1:
             raise UsageError(f"{name}={cfg[name]}, but it is an integer, at least 1.")
+    if not isinstance(cfg.replay_ratio, (int, float)) or cfg.replay_ratio < 0:
+        raise UsageError(f"replay_ratio={cfg.replay_ratio}, but it is a number, at least 0.")
     for size in cfg.sizes:
         if not isinstance(size, int) or not 1 < size <= cfg.total_frames:
             raise UsageError(
@@ -175,6 +170,15 @@ def check(cfg: DictConfig) -> None:
             )
     if not cfg.methods or not cfg.sizes:
         raise UsageError("There is nothing to compare: give at least one of methods and sizes.")
+    for name, method in cfg.methods.items():
+        try:
+            make_replay_buffer(**method, capacity=2, batch_size=1)
+        except (TypeError, ValueError, ImportError) as error:
+            raise UsageError(f"methods.{name}: {error}") from None
+    try:
+        Simulator(cfg.env.id).close()
+    except (ValueError, ImportError) as error:
+        raise UsageError(str(error)) from None
 
 
 if __name__ == "__main__":
