@@ -121,3 +121,16 @@ def test_methods_that_cannot_be_compared_are_refused(tmp_path):
         try_with("none={kind: uniform}")
     with pytest.raises(UsageError, match=r"methods.per draws other anchors"):
         try_with("per={kind: per}")
+
+
+def test_methods_draw_the_same_anchors_and_weights(tmp_path):
+    cfg = small_config(tmp_path, "env=HalfCheetah")
+    rows = collect(cfg)
+    draws = {
+        name: manifold.draw(dict(method), rows, 50, seed=3) for name, method in cfg.methods.items()
+    }
+    weights = [batch["mixup_weight"] for name, (batch, _) in draws.items() if name != "noisy"]
+    for weight in weights:
+        assert ((weight == weights[0]) | (weight == 1)).all()
+    for _, anchors in draws.values():
+        assert (anchors == draws["ct"][1]).all()
