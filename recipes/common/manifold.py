@@ -43,22 +43,26 @@ def write_summary(rows: list[dict[str, Any]], path: Path) -> None:
     sizes = sorted({row["size"] for row in rows})
     cells = {(row["method"], row["size"]): row for row in rows}
     methods = dict.fromkeys(row["method"] for row in rows)
-    names = ["method", *(f"{part}, {size:,}" for part in PARTS for size in sizes)]
+    columns = [(part, size) for part in (*PARTS, "moved") for size in sizes]
+    names = ["method", *(f"{part}, {size:,}" for part, size in columns)]
     lines = [
-        [method, *(_cell(cells[method, size], part) for part in PARTS for size in sizes)]
+        [method, *(_cell(cells[method, size], part) for part, size in columns)]
         for method in methods
     ]
     path.write_text(to_markdown(names, lines) + "\n")
 
 
 def _cell(row: dict[str, Any], part: str) -> str:
-    """Mean and two standard errors."""
-    mean, spread = row[part], 2 * row[f"{part} se"]
+    """Mean, and two standard errors where they are known."""
+    mean, spread = row[part], 2 * row.get(f"{part} se", float("nan"))
     return f"{mean:.3g}" if spread != spread else f"{mean:.3g} ± {spread:.1g}"
 
 
 def draw_figure(rows: list[dict[str, Any]], path: Path, title: str, *, floor: str) -> None:
-    """Error against buffer size, a line for each method, on logarithmic axes."""
+    """Error against buffer size, a line for each method, on logarithmic axes.
+
+    The floor is orders of magnitude lower, and has a strip of its own below.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -69,8 +73,11 @@ def draw_figure(rows: list[dict[str, Any]], path: Path, title: str, *, floor: st
     colors = {name: colormaps["viridis"](i / len(near)) for i, name in enumerate(near)}
     others = [name for name in methods if name not in near]
     colors |= {name: colormaps["Set1"](i % 9) for i, name in enumerate(others)}
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.5), layout="constrained")
-    for axes, part in zip(panels, PARTS, strict=True):
+    layout = {"height_ratios": [7, 1], "hspace": 0.02}
+    figure, panels = pyplot.subplots(
+        2, 2, sharex=True, figsize=(10, 5.5), layout="constrained", gridspec_kw=layout
+    )
+    for (axes, strip), part in zip(panels.T, PARTS, strict=True):
         for method, marker in zip(methods, itertools.cycle(_MARKERS), strict=False):
             points = [row for row in rows if row["method"] == method]
             axes.errorbar(
@@ -83,11 +90,18 @@ def draw_figure(rows: list[dict[str, Any]], path: Path, title: str, *, floor: st
                 label=method,
                 color=colors[method],
             )
-        lowest = [row[part] for row in rows if row["method"] == floor]
-        axes.axhline(max(lowest), color="black", linestyle="--", label=floor)
-        axes.set(xscale="log", yscale="log", xlabel="buffer size", title=f"{title}: {part}")
+        lowest = max(row[part] for row in rows if row["method"] == floor)
+        axes.plot([], [], color="black", linestyle="--", label=floor)
+        strip.axhline(lowest, color="black", linestyle="--")
+        axes.set(xscale="log", yscale="log", title=f"{title}: {part}")
         axes.set_ylabel("error, in standard deviations")
-        axes.grid(alpha=0.3, which="both")
-    panels[1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+        strip.set(yscale="log", ylim=(lowest / 5, lowest * 5), xlabel="buffer size")
+        strip.set_yticks([lowest], [f"{lowest:.0e}"])
+        strip.set_yticks([], minor=True)
+        for panel in (axes, strip):
+            panel.grid(alpha=0.3, which="both")
+    panels[0, 1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
