@@ -109,7 +109,7 @@ class RunningStandardizer:
 
     @property
     def scale(self) -> Tensor:
-        """`[d]`, float64: `1 / std`, and 1 for a constant dimension. The same tensor until updated."""
+        """`[d]`, float64: `1 / std`, and 1 for a constant dimension; one tensor until an update."""
         if self._scale is None:
             std = self._mean_and_std()[1]
             std[std == 0] = 1.0

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from benchmarks.measure import write_table
-from common.config import UsageError, run_recipe
+from common.config import run_recipe
+from common.errors import UsageError
 from common.experience import collect
 from common.manifold import draw_figure, summarize, write_summary
 from omegaconf import DictConfig, OmegaConf

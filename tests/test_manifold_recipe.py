@@ -9,7 +9,7 @@ from test_recipe_parts import make_config
 from test_recipes import run
 
 import manifold  # isort: skip
-from common.config import UsageError  # isort: skip
+from common.errors import UsageError  # isort: skip
 from common.experience import TrainingRun, collect  # isort: skip
 
 pytestmark = pytest.mark.xdist_group("recipes_manifold")

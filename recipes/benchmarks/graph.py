@@ -32,13 +32,14 @@ K = 10
 def bench_feed(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A whole stream fed one by one, each row followed by a query, beside TD3 gradient steps."""
     points = torch.from_numpy(np.load(args.stream[0])["points"])
-    d, agent = points.shape[1], TD3(17, 6, hidden=(400, 300))
+    d = points.shape[1]
+    agents = {name: TD3(17, 6, fused=name == "fused") for name in ("default", "fused")}
     stats, graph = RunningStandardizer(d), NeighborGraph(K)
     buffer = make_replay_buffer("uniform", capacity=10_000, batch_size=100)
     buffer.extend(make_rows(10_000, 17, 6))
     batches = [buffer.sample() for _ in range(50)]
     spent = {"statistics": 0.0, "graph": 0.0}
-    steps, step_time = 0, 0.0
+    steps, step_time = 0, dict.fromkeys(agents, 0.0)
     for i, point in enumerate(tqdm(points.split(1), desc="feed", unit="row", mininterval=1)):
         begin = time.perf_counter()
         stats.update(point)
@@ -49,12 +50,12 @@ def bench_feed(args: argparse.Namespace) -> list[dict[str, Any]]:
         spent["statistics"] += middle - begin
         spent["graph"] += time.perf_counter() - middle
         if i % 100 == 0:  # gradient steps in between, so that both see the same machine
-            begin = time.perf_counter()
-            for batch in batches[:4]:
-                agent.update(batch)
-            step_time += time.perf_counter() - begin
+            for name, agent in agents.items():
+                begin = time.perf_counter()
+                for batch in batches[:4]:
+                    agent.update(batch)
+                step_time[name] += time.perf_counter() - begin
             steps += 4
-    step = step_time / steps
     total = spent["statistics"] + spent["graph"]
     work = {name: value for name, value in graph.stats().items() if name != "points"}
     return [
@@ -63,8 +64,11 @@ def bench_feed(args: argparse.Namespace) -> list[dict[str, Any]]:
             "d": d,
             "graph s": spent["graph"],
             "statistics s": spent["statistics"],
-            "TD3 step ms": 1e3 * step,
-            "multiple of as many TD3 steps": total / (step * len(points)),
+            **{f"TD3 step ms, {name} Adam": 1e3 * t / steps for name, t in step_time.items()},
+            **{
+                f"multiple of as many steps, {name} Adam": total / (t / steps * len(points))
+                for name, t in step_time.items()
+            },
             **work,
         }
     ]

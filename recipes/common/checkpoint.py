@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from common.config import UsageError
+from common.errors import UsageError
 
 FILE = "checkpoint.pt"
 

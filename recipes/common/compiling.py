@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from common.config import UsageError
+from common.errors import UsageError
 
 _WORTH = 20_000  # updates from which on compiling, about a minute, pays
 

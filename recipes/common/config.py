@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -11,15 +13,17 @@ from typing import Any
 
 import hydra
 import torch
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from common import paper
+from common.directories import place_in_sweep
+from common.errors import UsageError
 
 CONF = Path(__file__).parents[1] / "conf"
-
-
-class UsageError(Exception):
-    """Something that the user can put right; shown without a traceback."""
 
 
 def _paper(name: str, *, _root_: DictConfig) -> int | float | None:
@@ -44,6 +48,29 @@ def register_resolvers() -> None:
         OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
+# What a job on a cluster gets unless `hydra.launcher.NAME=...` says otherwise. When its time is up
+# it is put back into the queue, this often at most, and goes on from its last checkpoint.
+_SLURM = {
+    "cpus_per_task": "${threads}",
+    "mem_gb": 8,
+    "timeout_min": 720,
+    "max_num_timeout": 20,
+    "array_parallelism": 64,
+}
+
+
+def register_launchers() -> None:
+    """Gives `hydra/launcher=submitit_slurm` defaults that suit a run, where it is installed."""
+    # Jobs in other processes find the recipes' modules by this.
+    paths = [str(CONF.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    Plugins.instance()  # has the plugins register theirs
+    store, group, name = ConfigStore.instance(), "hydra/launcher", "submitit_slurm"
+    if f"{name}.yaml" in store.list(group):
+        node = OmegaConf.merge(store.load(f"{group}/{name}.yaml").node, _SLURM)
+        store.store(name=name, node=node, group=group, provider="recipes")
+
+
 def run_recipe(
     train: Callable[[DictConfig], None],
     name: str,
@@ -51,19 +78,29 @@ def run_recipe(
 ) -> None:
     """Composes the config `name` from the command line, checks it and trains by it."""
     register_resolvers()
-    shows = any(option.startswith("--cfg") or option == "-c" for option in sys.argv)
+    register_launchers()
+    shows = re.search(r"(--cfg|-c)[ =]job\b", " ".join(sys.argv))
     if shows and "--resolve" not in sys.argv:
         sys.argv.append("--resolve")  # so that the paper's values show
 
     def job(cfg: DictConfig) -> None:
         logging.getLogger("torchrl").setLevel(logging.WARNING)
         warnings.filterwarnings("ignore", module="torchrl|tensordict|gymnasium|glfw")
+        task = HydraConfig.get()
+        sweep = task.mode == RunMode.MULTIRUN
         try:
             OmegaConf.resolve(cfg)
             (validate or check)(cfg)
-            train(cfg)
+            trains = "run_dir" in cfg  # rather than measures, and has a directory of its own
+            folder, overrides = task.sweep.dir, task.job.override_dirname
+            if not (sweep and trains) or place_in_sweep(cfg, folder, overrides):
+                train(cfg)
+            else:
+                print(f"{cfg.run_dir} is complete already, and is skipped.")
         except UsageError as error:
-            raise SystemExit(f"{name}.py: {error}") from None
+            message = f"{name}.py: {error}"
+            # One run that cannot be made must not end those beside it.
+            raise (RuntimeError if sweep else SystemExit)(message) from None
 
     hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(job)()
 

@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from common.config import UsageError
+from common.errors import UsageError
 
 
 class ControlSuiteTask(gymnasium.Env):

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
-from common.config import UsageError
 from common.dm_control import ControlSuiteTask
+from common.errors import UsageError
 
 
 def make_env(cfg: DictConfig, *, render_mode: str | None = None) -> gymnasium.Env:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from omegaconf import DictConfig, OmegaConf
 
-from common.config import UsageError
+from common.errors import UsageError
 
 
 class Logger(Protocol):

@@ -23,7 +23,11 @@ def best_rows() -> dict[tuple[str, str, str], dict[str, str]]:
 
 
 def setting(name: str, algorithm: str, env: str, kind: str) -> int | float | None:
-    """One of `k`, `replay_ratio`, `actor_l2`, `grad_clip`, `random_frames`."""
+    """One of `k`, `replay_ratio`, `actor_l2`, `grad_clip`, `random_frames`, and SAC's `lr`."""
+    if name == "lr":
+        # 3e-3 is printed, 3e-4 released. On small tasks 1e-3 is ours: docs/benchmarks.md has the
+        # scores of both on InvertedPendulum.
+        return 3e-4 if env in LOCOMOTION else 1e-3
     if name == "random_frames":  # TD3's table; for SAC and small tasks as the released code
         return 10_000 if env in LOCOMOTION else 1_500
     small = {"k": 10, "replay_ratio": 1, "actor_l2": 0.0, "grad_clip": None}

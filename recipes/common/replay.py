@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from tensordict import TensorDictBase
 from torchrl.data import PrioritizedSampler, TensorDictReplayBuffer
 
-from common.config import UsageError
+from common.errors import UsageError
 from common.runs import Clock
 from nmer_torchrl import (
     NeighborPairSampler,

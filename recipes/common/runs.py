@@ -11,16 +11,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from tqdm import tqdm
 
-from common.checkpoint import FILE
-from common.config import UsageError
+from common.directories import find_directory, write_atomically
 from common.loggers import Logger, check_logger, make_logger
 
 WINDOW = 11  # evaluations whose mean is the score
@@ -52,8 +50,6 @@ COLUMNS = (
     "time/share_update",
     "time/share_evaluation",
 )
-# What may differ between a run and its continuation.
-_FREE = {"resume", "run_dir", "checkpoint_every", "threads", "video", "logger", "compile", "device"}
 _LONG = 600.0  # seconds from which on a run is told to be long
 _FIRST = 300  # updates from which its length is told
 
@@ -87,7 +83,7 @@ class Run:
     def __init__(self, cfg: DictConfig) -> None:
         self.cfg = cfg
         check_logger(cfg)
-        self.directory, self.resumed = _find_directory(cfg)
+        self.directory, self.resumed = find_directory(cfg)
         self.clock = Clock()
         self.rows: list[dict[str, float]] = []
         self.updates = 0
@@ -234,7 +230,7 @@ class Run:
             "versions": {name: version(name) for name in names},
         }
         _draw_curve(self.directory / "curve.png", self.rows, self.cfg.name)
-        _write_atomically(self.directory / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_atomically(self.directory / "summary.json", json.dumps(summary, indent=2) + "\n")
         if self._logger is not None:
             self._logger.summarize({"score": self.score})
         print(
@@ -260,110 +256,6 @@ class Run:
         self._losses = dict(state["losses"])
         self._marked_at = tuple(state["marked_at"])
         self.seconds, self.logger_id = state["seconds"], state["logger_id"]
-
-
-def _find_directory(cfg: DictConfig) -> tuple[Path, bool]:
-    """The directory to write to, and whether a run goes on there."""
-    if cfg.resume not in (None, "auto"):
-        directory = Path(cfg.resume)
-        if cfg.run_dir is not None and Path(cfg.run_dir) != directory:
-            raise UsageError(
-                f"resume={cfg.resume} and run_dir={cfg.run_dir} name two directories; "
-                "leave run_dir out."
-            )
-        _check_resumable(directory, cfg)
-        return directory, True
-    if cfg.run_dir is None:
-        parent = Path("runs") / cfg.name
-        if cfg.resume == "auto":
-            for directory in sorted(parent.glob("*"), reverse=True):
-                if _unfinished(directory) and not _differences(directory, cfg):
-                    return directory, True
-        return _new_directory(parent, cfg), False
-    directory = Path(cfg.run_dir)
-    if (directory / "config.yaml").exists():
-        if cfg.resume == "auto" and not (directory / FILE).exists():
-            _raise_if_different(directory, cfg)
-            return directory, False  # killed before its first checkpoint
-        if cfg.resume == "auto":
-            _check_resumable(directory, cfg)
-            return directory, True
-        raise UsageError(
-            f"{directory} holds a run already, which is not overwritten; "
-            "add resume=auto to go on with it, or choose another run_dir."
-        )
-    _create(directory, cfg)
-    return directory, False
-
-
-def _unfinished(directory: Path) -> bool:
-    return (directory / FILE).exists() and not (directory / "summary.json").exists()
-
-
-def _new_directory(parent: Path, cfg: DictConfig) -> Path:
-    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    for number in range(1, 1_000):
-        directory = parent / (stamp if number == 1 else f"{stamp}_{number}")
-        try:
-            _create(directory, cfg)
-        except FileExistsError:
-            continue
-        return directory
-    raise UsageError(f"No name is free for a new run in {parent}; choose one by run_dir.")
-
-
-def _create(directory: Path, cfg: DictConfig) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=cfg.run_dir is not None)
-    except (NotADirectoryError, PermissionError) as error:
-        raise UsageError(f"run_dir={directory} cannot be made: {error}.") from None
-    _write_atomically(directory / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
-
-
-def _check_resumable(directory: Path, cfg: DictConfig) -> None:
-    if not (directory / FILE).exists():
-        raise UsageError(
-            f"{directory} has no {FILE} to resume from; "
-            "start a new run without `resume`, or name the directory of another."
-        )
-    _raise_if_different(directory, cfg)
-    if (directory / "summary.json").exists():
-        raise UsageError(f"The run in {directory} is complete; its summary.json has the score.")
-
-
-def _raise_if_different(directory: Path, cfg: DictConfig) -> None:
-    if different := _differences(directory, cfg):
-        raise UsageError(
-            f"{directory} is of another config: it was made with {' '.join(different)}. "
-            "Give these values to go on with it, or start a new run without `resume`."
-        )
-
-
-def _differences(directory: Path, cfg: DictConfig) -> list[str]:
-    """What the run in the directory was made with where that is not what is asked for now."""
-    there = _flatten(OmegaConf.to_container(OmegaConf.load(directory / "config.yaml")))
-    here = _flatten(OmegaConf.to_container(cfg, resolve=True))
-    names = sorted(there.keys() | here.keys())
-    return [
-        f"{name}={there.get(name, 'nothing')}"
-        for name in names
-        if name.split(".")[0] not in _FREE and there.get(name) != here.get(name)
-    ]
-
-
-def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix[:-1]: tree}
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{name}.")
-    return flat
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(text)
-    draft.replace(path)
 
 
 def _duration(seconds: float) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 from tensordict.nn import TensorDictModuleBase
 
-from common.config import UsageError
+from common.errors import UsageError
 from common.evaluate import Evaluator
 
 

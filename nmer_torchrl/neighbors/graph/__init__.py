@@ -11,15 +11,15 @@ change their weight. A query then reads the first k entries of a list.
   answer is stale. An overwritten point counts as gone at once; with the next block it is taken out
   of the lists that hold it.
 - *A sweep never sorts*: a bound on what can matter to a row, or to a column, leaves few pairs.
-- *The scale drifts* with the statistics. Lists are kept in order under a working scale. When the
-  current one has drifted a little from it, all lists are put into order anew (`_rescore`); when it
-  has drifted far from where they were made, they are made anew, when asked for. Only drift between
-  dimensions matters: a common factor changes no order.
+- *The scale drifts* with the statistics. Lists are kept in order under a working scale; when the
+  current one has drifted a little from it, it is taken up, and all lists are put into order anew
+  (`_rescore`). Only drift between dimensions matters: a common factor changes no order.
 
-Each list has a reach: no point outside of it was nearer than that when it was last compared. A list
-with fewer than k entries within its reach is made anew. The reach, less the worst that drift can
-have done since, is a certificate: entries within that are proven to be the nearest. With
-`exact=True` every answer is proven or searched again by brute force.
+Each list has a reach: no point outside of it is nearer than that. Whatever becomes of a list, its
+reach stays a certificate: it shrinks by the worst that a change of the scale can have done to any
+distance, and to the nearest point that found no room. A list with fewer than k entries within its
+reach is made anew when it is asked for, so that answers are those of brute force under the working
+scale. With `exact=True` they are proven under the very scale of the query, or searched again.
 
 `metric.py` measures distances under the working scale, `lists.py` holds the lists, and `graph.py`
 decides what is done when.

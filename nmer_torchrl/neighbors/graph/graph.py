@@ -17,11 +17,10 @@ from nmer_torchrl.neighbors.torch import TorchSearch
 _BLOCK = 128  # arrivals that are worth a sweep
 _FEW = 2**22  # distances that are sooner taken twice than bounded in other ways
 _SAMPLE = 1_024  # columns that bound the reach of a row without a list
-_RESCORE = 0.002  # drift of the scale after which lists are put into order anew
+_RESCORE = 0.0015  # drift of the scale after which lists are put into order anew
 _REORDER = 0.02  # drift of the scale after which whole lists are put into order, not just heads
-_REBUILD = 0.05  # drift of the scale after which lists are made anew
 _FACTOR = 5.0  # common factor of two scales, in logarithms, before float32 might overflow
-_STATE = ("_ordered_under", "_made_under", "_doubt", "_stale", "_holes", "_counts")
+_STATE = ("_ordered_under", "_stale", "_holes", "_counts")
 
 
 class NeighborGraph:
@@ -73,11 +72,10 @@ class NeighborGraph:
         self._limits: Tensor | None = None  # see `_thresholds`
         self._sample: Tensor | None = None  # positions all over the table, for first bounds
         self._last: Tensor | None = None  # the scale of the last query
-        self._ordered_under = self._made_under = torch.empty(0)  # scales: of whole lists; when made
-        self._doubt = 1.0  # the worst that drift can have done to a reach
+        self._ordered_under = torch.empty(0)  # the scale that whole lists are in order under
         self._stale = False  # whether lists may hold points that have been overwritten
         self._holes = False  # whether positions may be empty
-        self._counts = dict.fromkeys(("inserted", "built", "rescored", "rebuilt"), 0)
+        self._counts = dict.fromkeys(("inserted", "built", "rescored"), 0)
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -230,21 +228,16 @@ class NeighborGraph:
         self._last = scale
         current = scale.to("cpu", torch.float64)
         if not len(self._metric.scale):
-            self._made_under = self._ordered_under = current
+            self._ordered_under = current
             self._metric.work_under(current)
             return
         factor, drift = self._metric.compare(current, self._metric.scale)
         if drift > _RESCORE or abs(factor) > _FACTOR:
-            again = self._metric.drift(current, self._made_under) > _REBUILD
             self._rescore(current)
-            if again:
-                self._made_under, self._doubt = current, 1.0
-                self._lists.listed.zero_()
-                self._counts["rebuilt"] += 1
 
     def _rescore(self, scale: Tensor) -> None:
         """Puts all lists into order under another scale."""
-        worst = float((scale / self._metric.scale).min()) ** 2
+        worst = float((scale / self._metric.scale).min()) ** 2 * self._metric.safety()
         self._metric.work_under(scale)
         self._side = self._limits = None
         head = self.candidates
@@ -252,8 +245,7 @@ class NeighborGraph:
             head = min(self.k + 6, head)  # none from farther down has come among the first k
         else:
             self._ordered_under = scale
-        typical = self._lists.rescore(self.table.size, head, self._metric)
-        self._doubt *= min(worst / typical, 1.0)
+        self._lists.rescore(self.table.size, head, self._metric, worst=worst)
         self._counts["rescored"] += 1
 
     # -- asking ------------------------------------------------------------------------------------
@@ -347,15 +339,11 @@ class NeighborGraph:
         arrivals = self._waiting().expand(len(index), -1)
         arrivals = arrivals.masked_fill(arrivals == index.unsqueeze(1), -1)
         drift = float((scale.cpu() / self._metric.scale).min()) ** 2
-        frontier = self._lists.reach[index].double() * (drift * self._sure())
+        frontier = self._lists.reach[index].double() * (drift * self._metric.safety())
         frontier.masked_fill_(~self._lists.listed[index], -1.0)
         candidates = torch.cat([listed, arrivals], 1)
         scale = scale.to(candidates.device, torch.float64)
         return refine(self.table, index, candidates, frontier, k, scale)
-
-    def _sure(self) -> float:
-        """The share of each reach that is sure, whatever drift and rounding have done."""
-        return self._doubt * self._metric.safety()
 
     def _brute_force(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
         search = TorchSearch()
@@ -371,7 +359,7 @@ class NeighborGraph:
         size, lists = self.table.size, self._lists
         listed = lists.listed[:size]
         last = lists.distances[:size][listed][:, self.k - 1]
-        proven = last <= lists.reach[:size][listed] * self._sure()
+        proven = last <= lists.reach[:size][listed] * self._metric.safety()
         return {
             "points": int(self.table.valid[:size].sum()),
             "lists": int(listed.sum()),

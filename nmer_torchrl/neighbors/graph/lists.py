@@ -121,11 +121,11 @@ class Lists:
             touched.append(rows)
         return torch.cat(touched)
 
-    def rescore(self, size: int, head: int, metric: Metric) -> float:
+    def rescore(self, size: int, head: int, metric: Metric, *, worst: float) -> None:
         """Puts the first `head` entries of the first `size` lists into the metric's order.
 
-        Returns the factor by which distances have changed on the whole. The rest of each list and
-        its reach are taken to have changed by that.
+        The rest of each list is taken to have changed as distances have on the whole. None has
+        fallen below `worst` of what it was, which is what is left of a reach.
         """
         before = after = 0.0
         for rows in torch.arange(size, device=self.positions.device).split(8_192):
@@ -137,9 +137,8 @@ class Lists:
             self.positions[rows, :head] = positions.gather(1, order).int()
         factor = after / before if before > 0 else 1.0
         self.distances[:, head:].mul_(factor)
-        self.reach.mul_(factor)
+        self.reach.mul_(worst)
         self.listed &= self.distances[:, self.k - 1] <= self.reach
-        return factor
 
     def state_dict(self, size: int) -> dict[str, Tensor]:
         """The first `size` lists."""

@@ -1,0 +1,140 @@
+"""Run directories: where a run writes, and whether one may go on there."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from common.checkpoint import FILE
+from common.errors import UsageError
+
+# What may differ between a run and its continuation.
+_FREE = {"resume", "run_dir", "checkpoint_every", "threads", "video", "logger", "compile", "device"}
+
+
+def place_in_sweep(cfg: DictConfig, folder: str, overrides: str) -> bool:
+    """Gives a run of a sweep a directory named after its overrides; False if it is complete.
+
+    The same sweep started again finds the same directories: it skips what is complete and goes on
+    with the rest.
+    """
+    if cfg.run_dir is not None:
+        raise UsageError(
+            f"run_dir={cfg.run_dir} would be the directory of every run of the sweep; leave it "
+            "out, or name the directory that holds them all by hydra.sweep.dir."
+        )
+    cfg.run_dir = str(Path(folder) / (overrides or cfg.name))
+    cfg.resume = "auto"
+    directory = Path(cfg.run_dir)
+    if not (directory / "summary.json").exists():
+        return True
+    _raise_if_different(directory, cfg)
+    return False
+
+
+def find_directory(cfg: DictConfig) -> tuple[Path, bool]:
+    """The directory that a run writes to, and whether one goes on there."""
+    if cfg.resume not in (None, "auto"):
+        directory = Path(cfg.resume)
+        if cfg.run_dir is not None and Path(cfg.run_dir) != directory:
+            raise UsageError(
+                f"resume={cfg.resume} and run_dir={cfg.run_dir} name two directories; "
+                "leave run_dir out."
+            )
+        _check_resumable(directory, cfg)
+        return directory, True
+    if cfg.run_dir is None:
+        parent = Path("runs") / cfg.name
+        if cfg.resume == "auto":
+            for directory in sorted(parent.glob("*"), reverse=True):
+                if _unfinished(directory) and not _differences(directory, cfg):
+                    return directory, True
+        return _new_directory(parent, cfg), False
+    directory = Path(cfg.run_dir)
+    if (directory / "config.yaml").exists():
+        if cfg.resume == "auto" and not (directory / FILE).exists():
+            _raise_if_different(directory, cfg)
+            return directory, False  # killed before its first checkpoint
+        if cfg.resume == "auto":
+            _check_resumable(directory, cfg)
+            return directory, True
+        raise UsageError(
+            f"{directory} holds a run already, which is not overwritten; "
+            "add resume=auto to go on with it, or choose another run_dir."
+        )
+    _create(directory, cfg)
+    return directory, False
+
+
+def _unfinished(directory: Path) -> bool:
+    return (directory / FILE).exists() and not (directory / "summary.json").exists()
+
+
+def _new_directory(parent: Path, cfg: DictConfig) -> Path:
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    for number in range(1, 1_000):
+        directory = parent / (stamp if number == 1 else f"{stamp}_{number}")
+        try:
+            _create(directory, cfg)
+        except FileExistsError:
+            continue
+        return directory
+    raise UsageError(f"No name is free for a new run in {parent}; choose one by run_dir.")
+
+
+def _create(directory: Path, cfg: DictConfig) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=cfg.run_dir is not None)
+    except (NotADirectoryError, PermissionError) as error:
+        raise UsageError(f"run_dir={directory} cannot be made: {error}.") from None
+    write_atomically(directory / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+
+
+def _check_resumable(directory: Path, cfg: DictConfig) -> None:
+    if not (directory / FILE).exists():
+        raise UsageError(
+            f"{directory} has no {FILE} to resume from; "
+            "start a new run without `resume`, or name the directory of another."
+        )
+    _raise_if_different(directory, cfg)
+    if (directory / "summary.json").exists():
+        raise UsageError(f"The run in {directory} is complete; its summary.json has the score.")
+
+
+def _raise_if_different(directory: Path, cfg: DictConfig) -> None:
+    if different := _differences(directory, cfg):
+        raise UsageError(
+            f"{directory} is of another config: it was made with {' '.join(different)}. "
+            "Give these values to go on with it, or start a new run without `resume`."
+        )
+
+
+def _differences(directory: Path, cfg: DictConfig) -> list[str]:
+    """What the run in the directory was made with where that is not what is asked for now."""
+    there = _flatten(OmegaConf.to_container(OmegaConf.load(directory / "config.yaml")))
+    here = _flatten(OmegaConf.to_container(cfg, resolve=True))
+    names = sorted(there.keys() | here.keys())
+    return [
+        f"{name}={there.get(name, 'nothing')}"
+        for name in names
+        if name.split(".")[0] not in _FREE and there.get(name) != here.get(name)
+    ]
+
+
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix[:-1]: tree}
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flatten(value, f"{prefix}{name}.")
+    return flat
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file that is either there as a whole or as it was before."""
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(text)
+    draft.replace(path)

@@ -1,0 +1,75 @@
+"""Several runs by one command: on this machine, and as jobs."""
+
+import json
+from pathlib import Path
+
+import pytest
+from test_recipe_parts import make_config
+from test_recipes import metrics, run
+
+from common import config  # isort: skip
+from common.directories import place_in_sweep  # isort: skip
+
+TINY = [
+    "env=InvertedPendulum",
+    "total_frames=60",
+    "random_frames=40",
+    "replay_ratio=1",
+    "eval_every=30",
+    "eval_episodes=1",
+    "hidden=[8,8]",
+    "logger=none",
+]
+
+
+def runs_in(folder: Path) -> dict[str, Path]:
+    return {path.parent.name: path.parent for path in folder.glob("runs/td3/*/config.yaml")}
+
+
+@pytest.mark.parametrize(("launcher", "seeds"), [("joblib", 2), ("submitit_local", 1)])
+def test_a_sweep_runs_all_and_the_same_again_does_only_what_is_left(launcher, seeds, tmp_path):
+    sweep = ["-m", *TINY, "replay=uniform,nmer", f"seed=range({seeds})"]
+    sweep += [f"hydra/launcher={launcher}"]
+    run("td3", *sweep, cwd=tmp_path)
+    runs = runs_in(tmp_path)
+    assert len(runs) == 2 * seeds
+    for name, directory in runs.items():
+        assert "env=InvertedPendulum" in name
+        assert "logger" not in name
+        assert [row["frames"] for row in metrics(directory)] == ["30", "60"]
+        assert json.loads((directory / "summary.json").read_text())["updates"] == 20
+    before = {name: (directory / "summary.json").stat() for name, directory in runs.items()}
+    left = next(name for name in runs if "nmer" in name and "seed=0" in name)
+    (runs[left] / "summary.json").unlink()  # as if it had been killed after its checkpoint
+    run("td3", *sweep, cwd=tmp_path)
+    after = {name: (directory / "summary.json").stat() for name, directory in runs.items()}
+    assert [name for name in runs if before[name] != after[name]] == [left]
+    assert [row["frames"] for row in metrics(runs[left])] == ["30", "60"]
+
+
+def test_a_run_that_cannot_be_made_does_not_end_those_beside_it(tmp_path):
+    result = run("td3", "-m", *TINY, "batch_size=0,8", cwd=tmp_path, code=1)
+    assert "batch_size=0, but it is an integer, at least 1" in result.stderr
+    (done,) = tmp_path.glob("runs/td3/*/summary.json")
+    assert "batch_size=8" in done.parent.name
+
+
+def test_a_sweep_has_no_single_directory(tmp_path):
+    cfg = make_config("td3", f"run_dir={tmp_path}")
+    with pytest.raises(config.UsageError, match=r"leave it out, or name .* hydra.sweep.dir"):
+        place_in_sweep(cfg, "runs", "seed=0")
+
+
+def test_a_complete_run_of_another_config_is_not_taken_for_this_one(tmp_path):
+    run("td3", "-m", *TINY, "seed=3", cwd=tmp_path)
+    (directory,) = runs_in(tmp_path).values()
+    path = directory / "config.yaml"
+    path.write_text(path.read_text().replace("gamma: 0.99", "gamma: 0.9"))
+    result = run("td3", "-m", *TINY, "seed=3", cwd=tmp_path, code=1)
+    assert "is of another config: it was made with gamma=0.9" in result.stderr
+
+
+def test_jobs_on_a_cluster_are_put_back_into_the_queue(tmp_path):
+    shown = run("sac", "hydra/launcher=submitit_slurm", "--cfg", "hydra", cwd=tmp_path).stdout
+    for line in ("cpus_per_task: ${threads}", "max_num_timeout: 20", "timeout_min: 720"):
+        assert line in shown
