@@ -30,9 +30,9 @@ def collect(cfg: DictConfig) -> TensorDict:
     """
     torch.manual_seed(seeds(cfg.seed)["networks"])
     run = TrainingRun(cfg)
-    name = f"{cfg.env.id}-seed{cfg.seed}-frames{cfg.total_frames}"
-    settings = f"random{cfg.random_frames}-ratio{cfg.replay_ratio:g}-hidden{max(cfg.hidden)}"
-    path = Path(cfg.cache) / f"{name}-{settings}.pt"
+    hidden = "x".join(str(width) for width in cfg.hidden)
+    settings = f"frames{cfg.total_frames}-random{cfg.random_frames}-ratio{cfg.replay_ratio:g}"
+    path = Path(cfg.cache) / f"{cfg.env.id}-seed{cfg.seed}-{settings}-hidden{hidden}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         run.load_state_dict(torch.load(path, weights_only=True))
