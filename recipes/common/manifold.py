@@ -66,7 +66,7 @@ def draw_figure(rows: list[dict[str, Any]], path: Path, title: str, *, floor: st
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import colormaps, pyplot
+    from matplotlib import colormaps, pyplot, ticker
 
     methods = [name for name in dict.fromkeys(row["method"] for row in rows) if name != floor]
     near = [name for name in methods if name.startswith("nmer")]
@@ -95,8 +95,9 @@ def draw_figure(rows: list[dict[str, Any]], path: Path, title: str, *, floor: st
         strip.axhline(lowest, color="black", linestyle="--")
         axes.set(xscale="log", yscale="log", title=f"{title}: {part}")
         axes.set_ylabel("error, in standard deviations")
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(ticker.NullFormatter())
         strip.set(yscale="log", ylim=(lowest / 5, lowest * 5), xlabel="buffer size")
         strip.set_yticks([lowest], [f"{lowest:.0e}"])
         strip.set_yticks([], minor=True)
