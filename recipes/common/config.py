@@ -71,8 +71,12 @@ def register_launchers() -> None:
         store.store(name=name, node=node, group=group, provider="recipes")
 
 
-def run_recipe(train: Callable[[DictConfig], None], name: str) -> None:
-    """Composes the config `name` from the command line and trains by it."""
+def run_recipe(
+    train: Callable[[DictConfig], None],
+    name: str,
+    validate: Callable[[DictConfig], None] | None = None,
+) -> None:
+    """Composes the config `name` from the command line, checks it and trains by it."""
     register_resolvers()
     register_launchers()
     shows = re.search(r"(--cfg|-c)[ =]job\b", " ".join(sys.argv))
@@ -86,10 +90,12 @@ def run_recipe(train: Callable[[DictConfig], None], name: str) -> None:
         sweep = task.mode == RunMode.MULTIRUN
         try:
             OmegaConf.resolve(cfg)
-            check(cfg)
-            if not sweep:
+            (validate or check)(cfg)
+            trains = "run_dir" in cfg  # rather than measures, and has a directory of its own
+            if trains and not sweep:
                 place_in_wandb_sweep(cfg)
-            if not sweep or place_in_sweep(cfg, task.sweep.dir, task.job.override_dirname):
+            folder, overrides = task.sweep.dir, task.job.override_dirname
+            if not (sweep and trains) or place_in_sweep(cfg, folder, overrides):
                 train(cfg)
             else:
                 print(f"{cfg.run_dir} is complete already, and is skipped.")

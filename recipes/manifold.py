@@ -1,0 +1,186 @@
+"""Does the simulator do what mixed transitions say? Error against buffer size, for every method.
+
+python recipes/manifold.py env=HalfCheetah                   # as in docs/manifold.md
+python recipes/manifold.py env=Hopper sizes=[1000,5000] total_frames=5000 random_frames=1000
+python recipes/manifold.py env=HalfCheetah --cfg job         # every setting of that run
+
+Trains TD3 and keeps what it stores; fills buffers of every size and method with parts of it, draws
+from each, and puts the simulator into the states drawn. Writes a table and a picture.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.measure import write_table
+from common.config import run_recipe
+from common.errors import UsageError
+from common.experience import collect
+from common.manifold import draw_figure, summarize, write_summary
+from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from tqdm import tqdm
+
+from nmer_torchrl import make_replay_buffer
+from nmer_torchrl.buffers import KINDS
+from nmer_torchrl.diagnostics import manifold_error
+from nmer_torchrl.diagnostics.simulate import Simulator
+from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS, next_key
+
+FLOOR = "floor"  # what unmixed rows are called among the methods
+MIXED = (*POINT_KEYS, *VALUE_KEYS)
+JOINTS = ("qpos", "qvel")
+
+
+def choose(rows: TensorDict, size: int, stretch: int, generator: torch.Generator) -> TensorDict:
+    """`size` of the rows, in stretches from anywhere: more or fewer, but of the same kind.
+
+    The first rows of a run would be those of another policy than all of them, so that the size of
+    a buffer would not be all that differs. Within a stretch each row follows another, as CT needs.
+    """
+    parts = torch.arange(len(rows)).split(stretch)
+    order = torch.randperm(len(parts), generator=generator)
+    return rows[torch.cat([parts[i] for i in order])[:size]]
+
+
+def draw(
+    method: dict[str, Any], stored: TensorDict, count: int, seed: int
+) -> tuple[TensorDictBase, Tensor]:
+    """Rows `[count]` as the method draws them, and the positions of their anchors, `[count]`."""
+    generator = torch.Generator().manual_seed(seed)
+    options = {**state_keys(method["kind"], stored), **method}
+    buffer = make_replay_buffer(
+        **options, capacity=len(stored), batch_size=count, generator=generator
+    )
+    buffer.extend(stored)
+    generator.manual_seed(seed)  # so that all methods draw the same anchors
+    batch = buffer.sample()
+    return batch, batch["index"].reshape(count, -1)[:, 0]
+
+
+def state_keys(kind: str, stored: TensorDict) -> dict[str, Any]:
+    """Keys by which a buffer treats the joints as it does the observation, where they are stored.
+
+    They count where the observation hides the state: it shows no velocity beyond a bound.
+    """
+    if not set(JOINTS) <= set(stored.keys()) or "value_keys" not in KINDS.get(kind, ()):
+        return {}
+    if kind == "s4rl":  # moves what has a next value, and measures no distance
+        following = [next_key(key) for key in JOINTS]
+        return {"keys": [*POINT_KEYS, *JOINTS], "value_keys": [*VALUE_KEYS, *following]}
+    return {"value_keys": [*VALUE_KEYS, *JOINTS]}
+
+
+def draw_all(cfg: DictConfig, stored: TensorDict, seed: int) -> dict[str, TensorDictBase]:
+    """Rows `[rows]` of every method, from the same anchors; these are the floor."""
+    batches: dict[str, TensorDictBase] = {}
+    entries = [key for key in (*MIXED, *JOINTS) if stored.get(key, None) is not None]
+    anchors = None
+    for name, method in cfg.methods.items():
+        method = OmegaConf.to_container(method, resolve=True)
+        batch, index = draw(method, stored, cfg.rows, seed)
+        if anchors is not None and not torch.equal(index, anchors):
+            raise UsageError(
+                f"methods.{name} draws other anchors than the rest, so they cannot be compared; "
+                "leave it out."
+            )
+        anchors, batches[name] = index, batch.select(*entries)
+    return {**batches, FLOOR: stored[anchors].select(*entries)}
+
+
+def compare(
+    cfg: DictConfig, stored: TensorDict, reference: TensorDict, seed: int
+) -> dict[str, dict[str, float]]:
+    """Means of every method over the same rows: those that all of them changed."""
+    batches = draw_all(cfg, stored, seed)
+    error = manifold_error(
+        cfg.env.id, torch.cat(list(batches.values())), reference=reference, action_bounds=(-1, 1)
+    )
+    parts = zip(error.state.split(cfg.rows), error.reward.split(cfg.rows), strict=True)
+    errors = dict(zip(batches, parts, strict=True))
+    anchors = batches[FLOOR]
+    changed = {
+        name: torch.stack([(batch[key] != anchors[key]).any(1) for key in MIXED]).any(0)
+        for name, batch in batches.items()
+    }
+    known = error.state.isfinite().reshape(len(batches), -1).all(0)
+    every = torch.stack([changed[name] for name in cfg.methods]).all(0) & known
+    if not every.any():
+        raise UsageError(
+            f"None of rows={cfg.rows} was changed by every method and has a known state; "
+            "raise `rows`, or leave out methods."
+        )
+    return {
+        name: {
+            "state": float(state[every].mean()),
+            "reward": float(reward[every].mean()),
+            "moved": float(distance(batches[name], anchors, reference)[every].mean()),
+            "changed": float(changed[name].double().mean()),
+            "left out": float(state.isnan().double().mean()),
+            "compared": float(every.double().mean()),
+            "state median": float(state[every].median()),
+            "reward median": float(reward[every].median()),
+        }
+        for name, (state, reward) in errors.items()
+    }
+
+
+def distance(batch: TensorDictBase, anchors: TensorDictBase, reference: TensorDict) -> Tensor:
+    """How far observations and actions `[n, ...]` are from the anchors', in the units of errors."""
+    steps = []
+    for key in POINT_KEYS:
+        spread = reference[key].std(0)
+        steps.append((batch[key] - anchors[key]) / spread.where(spread > 0, 1.0))
+    return torch.cat(steps, 1).square().mean(1).sqrt()
+
+
+def run(cfg: DictConfig) -> None:
+    """Rows, buffers of each size, errors, table, picture."""
+    torch.set_num_threads(cfg.threads)
+    rows = collect(cfg)
+    results = []
+    repeats = [(size, repeat) for size in cfg.sizes for repeat in range(cfg.repeats)]
+    for size, repeat in tqdm(repeats, desc="comparison", unit="buffer", disable=None):
+        seed = 1_000 * cfg.seed + repeat
+        stored = choose(rows, size, cfg.stretch, torch.Generator().manual_seed(seed))
+        for name, means in compare(cfg, stored, rows, seed).items():
+            results.append({"size": size, "repeat": repeat, "method": name, **means})
+    out = Path(cfg.out)
+    out.mkdir(parents=True, exist_ok=True)
+    summary = summarize(results)
+    write_table(summary, out / f"{cfg.env.name}.csv")
+    write_summary(summary, out / f"{cfg.env.name}.md")
+    draw_figure(summary, out / f"{cfg.env.name}.png", cfg.env.id, floor=FLOOR)
+
+
+def check(cfg: DictConfig) -> None:
+    """Raises a `UsageError` for a value that no run could use, before the long part begins."""
+    for name in ("total_frames", "random_frames", "rows", "repeats", "stretch", "threads"):
+        if not isinstance(cfg[name], int) or cfg[name] < 1:
+            raise UsageError(f"{name}={cfg[name]}, but it is an integer, at least 1.")
+    if not isinstance(cfg.replay_ratio, (int, float)) or cfg.replay_ratio < 0:
+        raise UsageError(f"replay_ratio={cfg.replay_ratio}, but it is a number, at least 0.")
+    for size in cfg.sizes:
+        if not isinstance(size, int) or not 1 < size <= cfg.total_frames:
+            raise UsageError(
+                f"sizes={list(cfg.sizes)}, but a size is an integer from 2 to "
+                f"total_frames={cfg.total_frames}; lower it or raise total_frames."
+            )
+    if not cfg.methods or not cfg.sizes:
+        raise UsageError("There is nothing to compare: give at least one of methods and sizes.")
+    for name, method in cfg.methods.items():
+        try:
+            make_replay_buffer(**method, capacity=2, batch_size=1)
+        except (TypeError, ValueError, ImportError) as error:
+            raise UsageError(f"methods.{name}: {error}") from None
+    try:
+        Simulator(cfg.env.id).close()
+    except (ValueError, ImportError) as error:
+        raise UsageError(str(error)) from None
+
+
+if __name__ == "__main__":
+    run_recipe(run, "manifold", check)
