@@ -148,6 +148,19 @@ def test_the_time_limit_ends_no_value(monkeypatch):
 
 
 @needs_ray
+def test_a_run_may_go_on_with_another_collector():
+    there, _ = make_remote()
+    there.frames, there.returns = 7, [1.0]
+    here, _ = make_remote("collector=local")
+    here.load_state_dict(there.state_dict())
+    assert (here.frames, here.returns, here.episode_return) == (7, [1.0], 0.0)
+    here.step()
+    back, _ = make_remote()
+    back.load_state_dict(here.state_dict())
+    assert back.frames == 8
+
+
+@needs_ray
 def test_consecutive_rows_find_each_other_among_those_of_other_workers(monkeypatch):
     collector, _ = make_remote()
     workers = [remote._make_env(collector.cfg.env, seed) for seed in range(2)]
