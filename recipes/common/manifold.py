@@ -72,7 +72,7 @@ def draw_figure(rows: list[dict[str, Any]], path: Path, title: str, *, floor: st
     near = [name for name in methods if name.startswith("nmer")]
     colors = {name: colormaps["viridis"](i / len(near)) for i, name in enumerate(near)}
     others = [name for name in methods if name not in near]
-    colors |= {name: colormaps["Set1"](i % 9) for i, name in enumerate(others)}
+    colors |= {name: colormaps["Dark2"](i % 8) for i, name in enumerate(others)}
     layout = {"height_ratios": [7, 1], "hspace": 0.02}
     figure, panels = pyplot.subplots(
         2, 2, sharex=True, figsize=(10, 5.5), layout="constrained", gridspec_kw=layout
