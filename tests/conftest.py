@@ -1,3 +1,4 @@
+import os
 import sys
 from pathlib import Path
 
@@ -6,6 +7,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# KeOps compiles into a cache that two processes must not write at the same time.
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
+os.environ["KEOPS_CACHE_FOLDER"] = str(Path.home() / ".cache" / f"keops_tests_{_WORKER}")
 
 # The same examples in each run; how long one takes is the machine's matter.
 settings.register_profile(

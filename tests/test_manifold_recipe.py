@@ -129,8 +129,10 @@ def test_methods_draw_the_same_anchors_and_weights(tmp_path):
     draws = {
         name: manifold.draw(dict(method), rows, 50, seed=3) for name, method in cfg.methods.items()
     }
-    weights = [batch["mixup_weight"] for name, (batch, _) in draws.items() if name != "noisy"]
+    others = ("noisy", "neighborhood", "gp")  # those without weights, and with one for each row
+    weights = [batch["mixup_weight"] for name, (batch, _) in draws.items() if name not in others]
     for weight in weights:
         assert ((weight == weights[0]) | (weight == 1)).all()
+    assert torch.equal(draws["neighborhood"][0]["mixup_weight"], draws["gp"][0]["mixup_weight"])
     for _, anchors in draws.values():
         assert (anchors == draws["ct"][1]).all()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
-from test_recipe_parts import make_config
+from test_recipe_parts import _only_the_recipes_configs, make_config  # noqa: F401
 
 from common import config, remote  # isort: skip
 from common.collect import FrameCollector, make_collector  # isort: skip

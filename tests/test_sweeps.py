@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_recipe_parts import make_config
+from test_recipe_parts import _only_the_recipes_configs, make_config  # noqa: F401
 from test_recipes import metrics, run
 
 from common import config  # isort: skip
