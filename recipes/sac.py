@@ -16,7 +16,7 @@ from common.compiling import maybe_compile
 from common.config import run_recipe
 from common.envs import make_env
 from common.evaluate import Evaluator
-from common.losses import SACLoss
+from common.losses import SACLoss, SoftUpdate
 from common.replay import describe, draw, make_buffer, report, store
 from common.runs import Run
 from common.streams import seeds
@@ -27,7 +27,6 @@ from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import Tensor, nn
 from torchrl.data import Bounded
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
-from torchrl.objectives import SoftUpdate
 
 
 def make_agent(

@@ -16,34 +16,44 @@ from common.compiling import maybe_compile
 from common.config import run_recipe
 from common.envs import make_env
 from common.evaluate import Evaluator
+from common.losses import SoftUpdate, TD3Loss
 from common.replay import describe, draw, make_buffer, report, store
 from common.runs import Run
 from common.streams import seeds
 from common.video import check_video, write_video
 from omegaconf import DictConfig
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from torchrl.data import Bounded
-from torchrl.modules import MLP, AdditiveGaussianModule, TanhModule, ValueOperator
-from torchrl.objectives import SoftUpdate, TD3Loss
+from torchrl.modules import MLP, ValueOperator
+
+
+class GaussianNoise(nn.Module):
+    """Adds noise to actions, and keeps them in [-1, 1]."""
+
+    def __init__(self, sigma: float) -> None:
+        super().__init__()
+        self.sigma = sigma
+
+    def forward(self, action: Tensor) -> Tensor:
+        """The noisy action."""
+        return (action + self.sigma * torch.randn_like(action)).clamp(-1, 1)
 
 
 def make_agent(
     cfg: DictConfig, observations: int, actions: int, device: torch.device
-) -> tuple[TensorDictSequential, TensorDictSequential, TD3Loss]:
+) -> tuple[TensorDictModule, TensorDictModule, TD3Loss]:
     """A deterministic policy, the same with noise, and the losses with two critics and targets."""
     spec = Bounded(-torch.ones(actions), torch.ones(actions), device=device)
     layers = {"num_cells": list(cfg.hidden), "activation_class": nn.ReLU, "device": device}
-    network = MLP(in_features=observations, out_features=actions, **layers)
-    actor = TensorDictSequential(
-        TensorDictModule(network, in_keys=["observation"], out_keys=["action"]),
-        TanhModule(in_keys=["action"], spec=spec),
+    network = nn.Sequential(
+        MLP(in_features=observations, out_features=actions, **layers), nn.Tanh()
     )
-    noise = cfg.exploration_noise
-    explorer = TensorDictSequential(
-        actor, AdditiveGaussianModule(spec, sigma_init=noise, sigma_end=noise, device=device)
-    )
+    keys = {"in_keys": ["observation"], "out_keys": ["action"]}
+    actor = TensorDictModule(network, **keys)
+    noise = GaussianNoise(cfg.exploration_noise)
+    explorer = TensorDictModule(nn.Sequential(network, noise), **keys)
     critic = ValueOperator(
         MLP(in_features=observations + actions, out_features=1, **layers),
         in_keys=["observation", "action"],
@@ -98,8 +108,7 @@ def train(cfg: DictConfig) -> None:
         """One step of the critics; at every `policy_delay`-th, of the actor and the targets."""
         losses = {}
         loss_qvalue, details = value_loss(batch)
-        errors = details["pred_value"] - details["target_value"]
-        batch.set("td_error", errors.abs().mean(0))
+        batch.set("td_error", details["td_error"])
         descend(loss_qvalue, critic_optimizer, critic_weights)
         losses["loss_qvalue"] = loss_qvalue.detach()
         if number % cfg.policy_delay == 0:

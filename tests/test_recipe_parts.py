@@ -11,13 +11,13 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+import torchrl.objectives
 from helpers import make_transitions
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 from tensordict import TensorDict
-from torchrl.objectives import SoftUpdate
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
@@ -321,7 +321,7 @@ def test_targets_bootstrap_except_at_terminations():
 
     cfg = make_config("td3", "hidden=[8,8]")
     _, _, loss = td3.make_agent(cfg, 4, 1, torch.device("cpu"))
-    SoftUpdate(loss, tau=cfg.tau)
+    torchrl.objectives.SoftUpdate(loss, tau=cfg.tau)
     terminated = torch.tensor([[False], [True], [False], [True]])
     reward = torch.arange(4.0).unsqueeze(1)
     following = TensorDict(
@@ -371,7 +371,7 @@ def test_compiled_losses_are_those_of_the_loop():
     compiling.why_not.cache_clear()
     cfg = make_config("td3", "hidden=[8,8]", "target_noise=0", "compile=true")
     _, _, loss = td3.make_agent(cfg, 4, 2, torch.device("cpu"))
-    SoftUpdate(loss, tau=cfg.tau)
+    torchrl.objectives.SoftUpdate(loss, tau=cfg.tau)
     compiled = compiling.maybe_compile(cfg, loss.value_loss, loss.actor_loss)
     for seed, function, fast in zip(
         (0, 1), (loss.value_loss, loss.actor_loss), compiled, strict=True
@@ -401,12 +401,13 @@ def test_losses_are_compiled_where_it_pays(monkeypatch):
         (function,) = compiling.maybe_compile(make_config("sac", *overrides), double)
         return function is not double
 
-    long, short = "total_frames=200000", "total_frames=20000"
-    assert compiles(True, long)
-    assert not compiles(True, short, "replay_ratio=1")
-    assert not compiles(True, long, "compile=false")
+    long, short, cuda = "total_frames=200000", "total_frames=20000", "device=cuda"
+    assert compiles(True, long, cuda)
+    assert not compiles(True, long)  # on a CPU it does not
+    assert not compiles(True, short, cuda, "replay_ratio=1")
+    assert not compiles(True, long, cuda, "compile=false")
     assert compiles(True, short, "replay_ratio=1", "compile=true")
-    assert not compiles(False, long)
+    assert not compiles(False, long, cuda)
     with pytest.raises(config.UsageError, match=r"does not work here \(no c\+\+\)"):
         compiles(False, long, "compile=true")
     with pytest.raises(config.UsageError, match="compile=maybe"):
@@ -523,22 +524,39 @@ def test_continuous_transition_learns_its_alpha_where_it_is_asked_to():
     assert (np.diff(alphas) < 0).all()  # each batch is a step
 
 
-def test_losses_of_sac_are_those_of_torchrl_and_errors_are_averaged():
-    import sac
-    import torchrl.objectives
-
-    cfg, batch, found = make_config("sac", "hidden=[8,8]"), make_batch(32, 4, 2), {}
+@pytest.mark.parametrize("algorithm", ["td3", "sac"])
+def test_losses_and_targets_are_those_of_torchrl_and_errors_are_averaged(algorithm):
+    recipe = importlib.import_module(algorithm)
+    cfg, batch, found = make_config(algorithm, "hidden=[8,8]"), make_batch(32, 4, 2), {}
     batch["priority_weight"] = torch.rand(32)
-    for name in ("ours", "torchrl"):
+    for ours in (True, False):
         torch.manual_seed(0)
-        _, loss = sac.make_agent(cfg, 4, 2, torch.device("cpu"))
-        if name == "torchrl":
-            loss.__class__ = torchrl.objectives.SACLoss
-        SoftUpdate(loss, tau=cfg.tau)
+        loss = recipe.make_agent(cfg, 4, 2, torch.device("cpu"))[-1]
+        update = recipe.SoftUpdate if ours else torchrl.objectives.SoftUpdate
+        if not ours:
+            loss.__class__ = getattr(torchrl.objectives, type(loss).__name__)
+        target = update(loss, tau=cfg.tau)
+        with torch.no_grad():  # targets that differ from what they follow
+            for parameter in loss.parameters():
+                parameter += torch.randn_like(parameter) / 10
+        target.step()
         torch.manual_seed(1)
         rows = batch.clone()
-        found[name] = (loss(rows), rows["td_error"])
-    for key in ("loss_qvalue", "loss_actor", "loss_alpha"):
-        assert torch.equal(found["ours"][0][key], found["torchrl"][0][key])
-    assert (found["ours"][1] <= found["torchrl"][1]).all()  # the mean of two, and their maximum
-    assert (found["ours"][1] < found["torchrl"][1]).any()
+        if algorithm == "sac":
+            losses = loss(rows)
+            losses = {key: losses[key] for key in ("loss_qvalue", "loss_actor", "loss_alpha")}
+            errors = rows["td_error"]
+        else:
+            (value, details), (policy, _) = loss.value_loss(rows), loss.actor_loss(rows)
+            losses, errors = {"value": value, "policy": policy}, details["td_error"]
+        sum(losses.values()).backward()
+        gradients = {name: p.grad for name, p in loss.named_parameters()}
+        found[ours] = (losses, gradients, dict(loss.named_buffers()))
+        errors = errors.sqrt() if algorithm == "td3" and not ours else errors
+        found[ours, "errors"] = errors
+    torch.testing.assert_close(found[True], found[False])
+    if algorithm == "td3":  # TorchRL has a row for each critic
+        torch.testing.assert_close(found[True, "errors"], found[False, "errors"].mean(0))
+    else:  # and here only the largest
+        assert (found[True, "errors"] <= found[False, "errors"]).all()
+        assert (found[True, "errors"] < found[False, "errors"]).any()

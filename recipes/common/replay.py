@@ -54,7 +54,7 @@ def draw(buffer: TensorDictReplayBuffer, batches: int, clock: Clock) -> Iterator
     if not batches:
         return
     learns = any(isinstance(transform, TunedMixup) for transform in buffer.transform)
-    if learns or isinstance(buffer.sampler, PrioritizedSampler):
+    if batches == 1 or learns or isinstance(buffer.sampler, PrioritizedSampler):
         for _ in range(batches):
             with clock("sample"):
                 batch = buffer.sample()
