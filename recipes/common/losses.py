@@ -90,7 +90,7 @@ class TD3Loss(_DirectLoss, torchrl.objectives.TD3Loss):
         return find_layers(self.target_actor_network_params)
 
     def value_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
-        """The critics' loss, summed over critics, and the TD error of each row."""
+        """The critics' loss, summed over critics; target and TD error of each row."""
         noise = self.policy_noise * torch.randn_like(tensordict["action"])
         with torch.no_grad():
             after = tensordict["next", "observation"]
@@ -99,7 +99,7 @@ class TD3Loss(_DirectLoss, torchrl.objectives.TD3Loss):
             value = call_critics(self._target_critics, after, action).amin(0)
             goal = self._goal(tensordict, value)
         loss, error = self._regress(tensordict, goal)
-        return loss, {"td_error": error}
+        return loss, {"td_error": error, "target_value": goal}
 
     def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """The negative value of what the actor does, by the first critic."""
