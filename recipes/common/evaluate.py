@@ -34,7 +34,7 @@ class Evaluator:
         """Returns, and the critics' values beside the discounted returns that followed."""
         episodes = []
         with set_exploration_type(ExplorationType.DETERMINISTIC):
-            for steps, cut in self._play(actor):
+            for steps, cut in self.play(actor):
                 observations, actions, rewards = zip(*steps, strict=True)
                 after, left = 0.0, self.gamma ** len(rewards)
                 returns = np.empty(len(rewards))
@@ -63,7 +63,7 @@ class Evaluator:
             "eval/overestimation": float((q_value - monte_carlo).mean()),
         }
 
-    def _play(self, actor: TensorDictModuleBase) -> list[tuple[list, bool]]:
+    def play(self, actor: TensorDictModuleBase) -> list[tuple[list, bool]]:
         """Steps `(observation, action, reward)` of each episode, and whether the limit cut it."""
         played: list[tuple[list, bool]] = [([], False) for _ in self.envs]
         running: dict[int, np.ndarray] = {
@@ -93,7 +93,7 @@ class Evaluator:
         observer, self.envs = self.envs, [_Camera(env)]
         try:
             with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
-                self._play(actor)
+                self.play(actor)
             return self.envs[0].frames, env.metadata.get("render_fps", 30)
         finally:
             self.envs = observer

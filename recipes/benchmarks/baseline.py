@@ -1,0 +1,92 @@
+"""Stable-Baselines3's TD3 under the settings of our own: is uniform replay here an honest baseline?
+
+    pip install stable-baselines3
+    python recipes/benchmarks/baseline.py env=Hopper replay_ratio=1 total_frames=50000
+    python recipes/td3.py env=Hopper replay=uniform replay_ratio=1 total_frames=50000
+
+It takes the same options as `recipes/td3.py`, acts in the same task with equal networks and
+settings, is evaluated from the same starts, and writes the same files, so that `recipes/report.py`
+compares the two: its replay method is called "stable-baselines3". It cannot be resumed.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import stable_baselines3
+import torch
+from omegaconf import DictConfig
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.noise import NormalActionNoise
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from common.config import run_recipe
+from common.envs import make_env
+from common.evaluate import Evaluator
+from common.runs import Run
+
+
+class Watch(BaseCallback):
+    """Evaluates as the recipes do."""
+
+    def __init__(self, cfg: DictConfig, run: Run) -> None:
+        super().__init__()
+        self.cfg, self.run = cfg, run
+        self.evaluator = Evaluator(cfg.env, cfg.eval_episodes, gamma=cfg.gamma, device="cpu")
+        self.returns: list[float] = []  # of training episodes since the last row
+
+    def _on_step(self) -> bool:
+        frame, run = self.num_timesteps, self.run
+        self.returns += [float(i["episode"]["r"]) for i in self.locals["infos"] if "episode" in i]
+        run.updates = self.model._n_updates
+        run.count(frame, None)
+        if frame % self.cfg.eval_every == 0:
+            actor = TensorDictModule(self.model.actor, ["observation"], ["action"])
+            with run.clock("evaluation"), torch.no_grad():
+                episodes = self.evaluator.play(actor)
+            returns = torch.tensor([sum(reward for *_, reward in steps) for steps, _ in episodes])
+            scores = {"eval/return": returns.mean(), "eval/return_std": returns.std(correction=0)}
+            run.log(frame, self.returns, {name: float(score) for name, score in scores.items()})
+        return run.interrupted is None
+
+
+def train(cfg: DictConfig) -> None:
+    """One run."""
+    torch.set_num_threads(cfg.threads)
+    run, env = Run(cfg), make_env(cfg.env)
+    actions = env.action_space.shape
+    model = stable_baselines3.TD3(
+        "MlpPolicy",
+        env,
+        learning_rate=cfg.lr,
+        buffer_size=min(cfg.buffer_size, cfg.total_frames),
+        learning_starts=cfg.random_frames,
+        batch_size=cfg.batch_size,
+        tau=cfg.tau,
+        gamma=cfg.gamma,
+        train_freq=1,
+        gradient_steps=cfg.replay_ratio,
+        action_noise=NormalActionNoise(
+            torch.zeros(actions), cfg.exploration_noise * torch.ones(actions)
+        ),
+        policy_delay=cfg.policy_delay,
+        target_policy_noise=cfg.target_noise,
+        target_noise_clip=cfg.target_noise_clip,
+        policy_kwargs={"net_arch": list(cfg.hidden), "activation_fn": nn.ReLU},
+        seed=cfg.seed,
+        device="cpu",
+    )
+    with run:
+        model.learn(cfg.total_frames, callback=Watch(cfg, run))
+        if run.interrupted:
+            raise SystemExit(128 + run.interrupted)
+        run.finish()
+
+
+if __name__ == "__main__":
+    sys.argv[1:1] = ["replay=uniform", "replay.kind=stable-baselines3"]
+    run_recipe(train, "td3")
