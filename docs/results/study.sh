@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# The runs behind docs/results.md. Started again it skips what is complete and goes on with the rest.
+#   bash docs/results/study.sh main        # one part; see the cases below
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-python}
+
+sweep() { # a script, the place of its runs, then its options: two runs at a time, one thread each
+    OMP_NUM_THREADS=1 "$python" "$1" -m "hydra.sweep.dir=runs/study/$2" hydra/launcher=joblib \
+        hydra.launcher.n_jobs=2 logger=csv "${@:3}"
+}
+
+case ${1:?main, pendulum, baseline, pairings, ratio20 or sac} in
+main)
+    sweep recipes/td3.py main seed='range(4)' env=HalfCheetah,Walker2d,Hopper replay=uniform,nmer \
+        total_frames=30000 random_frames=5000 replay_ratio=5
+    ;;
+pendulum)
+    sweep recipes/td3.py pendulum seed='range(10)' env=InvertedDoublePendulum replay=uniform,nmer \
+        total_frames=10000 random_frames=1500 replay_ratio=5
+    ;;
+baseline)
+    sweep recipes/td3.py baseline seed='range(3)' env=HalfCheetah,Hopper replay=uniform \
+        total_frames=50000 replay_ratio=1
+    sweep recipes/benchmarks/baseline.py baseline seed='range(3)' env=HalfCheetah,Hopper \
+        total_frames=50000 replay_ratio=1
+    ;;
+pairings)
+    sweep recipes/td3.py pairings seed='range(4)' env=HalfCheetah replay=1nn,mixup,ct \
+        total_frames=30000 random_frames=5000 replay_ratio=5
+    ;;
+ratio20)
+    sweep recipes/td3.py ratio20 seed='range(4)' env=HalfCheetah,Hopper replay=uniform,nmer \
+        total_frames=15000 random_frames=5000 replay_ratio=20
+    ;;
+sac)
+    sweep recipes/sac.py sac seed='range(4)' env=HalfCheetah,Walker2d replay=uniform,nmer \
+        total_frames=30000 random_frames=5000 replay_ratio=5
+    ;;
+*)
+    echo "no part $1" >&2
+    exit 2
+    ;;
+esac
+
+# What the results are made of: small files, kept with the project.
+find runs/study -name summary.json -printf '%h\n' | while read -r run; do
+    kept=docs/results/${run#runs/study/}
+    mkdir -p "$kept"
+    cp "$run"/{config.yaml,metrics.csv,summary.json} "$kept"
+done
