@@ -80,3 +80,14 @@ def test_jobs_on_a_cluster_are_put_back_into_the_queue(tmp_path):
     shown = run("sac", "hydra/launcher=submitit_slurm", "--cfg", "hydra", cwd=tmp_path).stdout
     for line in ("cpus_per_task: ${threads}", "max_num_timeout: 20", "timeout_min: 720"):
         assert line in shown
+
+
+def test_only_the_seeds_of_one_setting_share_a_group(tmp_path):
+    groups = set()
+    for k in (10, 25):
+        for seed in (0, 1):
+            cfg = make_config("td3", "env=Hopper", f"replay.k={k}", f"seed={seed}")
+            overrides = f"env=Hopper,replay.k={k},seed={seed}"
+            assert place_in_sweep(cfg, str(tmp_path), overrides)
+            groups.add(cfg.logger.group)
+    assert groups == {"td3-Hopper-nmer-replay.k=10", "td3-Hopper-nmer-replay.k=25"}

@@ -15,13 +15,14 @@ from common.errors import UsageError
 # What may differ between a run and its continuation.
 FREE = {"resume", "run_dir", "checkpoint_every", "video", "logger"}
 FREE |= {"threads", "compile", "device", "collector"}
+_LONGEST_GROUP = 128  # characters that W&B takes
 
 
 def place_in_sweep(cfg: DictConfig, folder: str, overrides: str) -> bool:
     """Gives a run of a sweep a directory named after its overrides; False if it is complete.
 
     The same sweep started again finds the same directories: it skips what is complete and goes on
-    with the rest.
+    with the rest. In W&B only the seeds of one setting share a group.
     """
     if cfg.run_dir is not None:
         raise UsageError(
@@ -30,6 +31,10 @@ def place_in_sweep(cfg: DictConfig, folder: str, overrides: str) -> bool:
         )
     cfg.run_dir = str(Path(folder) / (overrides or cfg.name))
     cfg.resume = "auto"
+    if cfg.logger.get("group") is not None:
+        named = ("env=", "replay=", "seed=")  # by the group already, or not of the setting
+        settings = [part for part in overrides.split(",") if part and not part.startswith(named)]
+        cfg.logger.group = "-".join([cfg.logger.group, *settings])[:_LONGEST_GROUP]
     directory = Path(cfg.run_dir)
     if not (directory / "summary.json").exists():
         return True
