@@ -343,6 +343,13 @@ def test_a_setting_is_the_same_whether_from_yaml_or_json():
     assert len(cells.make_cells([*runs, make_run(gamma=True)], lambda _: None)) == 2
 
 
+def test_a_setting_is_the_same_whether_from_a_sweep_of_wandb_or_not():
+    # A sweep's own words, such as `replay: nmer`, stand beside the config.
+    drawn = make_run(seed=1, env="Hopper", replay="nmer")
+    assert drawn.config.keys().isdisjoint({"env", "replay"})
+    assert len(cells.make_cells([make_run(), drawn], fail)) == 1
+
+
 def test_a_seed_counts_once():
     told = []
     old, new = make_run(range(12), "old"), make_run(range(20), "new")

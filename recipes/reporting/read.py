@@ -112,6 +112,8 @@ def make_run(source: str, config: Any, rows: Iterable[Mapping[str, Any]]) -> Run
     if not isinstance(config, Mapping):
         raise BadRunError("its config is not a mapping of names to values")
     flat = flatten(config)
+    groups = {name.rpartition(".")[0] for name in flat}
+    flat = {name: flat[name] for name in flat.keys() - groups}  # without a sweep's `replay: nmer`
     if missing := [name for name in _NEEDED if flat.get(name) is None]:
         raise BadRunError(f"its config has no {', '.join(missing)}")
     rows = list(rows)
