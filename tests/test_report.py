@@ -336,6 +336,19 @@ def test_what_is_free_makes_no_setting():
     assert cell.mean == 1.5
 
 
+def test_workers_that_act_by_old_weights_make_a_setting():
+    remote = {"collector__kind": "ray", "collector__workers": 2, "collector__address": "auto"}
+    local, ray, elsewhere, more = (
+        make_run(collector__kind="local"),
+        make_run(**remote),
+        make_run(**remote | {"collector__address": None}),
+        make_run(**remote | {"collector__workers": 8}),
+    )
+    assert local.setting == make_run().setting
+    assert ray.setting == elsewhere.setting
+    assert len({run.setting for run in (local, ray, more)}) == 3
+
+
 def test_a_setting_is_the_same_whether_from_yaml_or_json():
     runs = [make_run(grad_clip=None, gamma=1.0), make_run(seed=1, gamma=1)]
     (cell,) = cells.make_cells(runs, fail)

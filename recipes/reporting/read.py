@@ -24,6 +24,8 @@ Tell = Callable[[str], None]
 # What a run needs to be placed in a table; the rest of its config only tells settings apart.
 _NEEDED = ("algorithm", "env.name", "replay.kind", "replay_ratio", "seed", "total_frames")
 _FREE = FREE | {"name", "seed"}  # what may differ between runs that are seeds of one setting
+# Of workers elsewhere, which act by older weights than the learner's.
+_REMOTE = ("collector.kind", "collector.workers", "collector.frames_per_batch")
 
 
 class BadRunError(Exception):
@@ -65,13 +67,11 @@ class RunData:
     @property
     def setting(self) -> tuple[tuple[str, str], ...]:
         """The config without what may differ between seeds."""
-        return tuple(
-            sorted(
-                (name, _plain(value))
-                for name, value in self.config.items()
-                if name.split(".")[0] not in _FREE and value is not None
-            )
-        )
+        names = {name for name in self.config if name.split(".")[0] not in _FREE}
+        if self.config.get("collector.kind", "local") != "local":
+            names |= self.config.keys() & set(_REMOTE)
+        values = ((name, self.config[name]) for name in sorted(names))
+        return tuple((name, _plain(value)) for name, value in values if value is not None)
 
     def reaches(self, frames: int) -> bool:
         """Whether the run has every evaluation up to `frames`."""
