@@ -13,6 +13,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 _SPLIT = 2.0**27 + 1.0  # Dekker's constant for float64
 _CONSTANT = 1e-8  # a spread below this share of the magnitude is rounding
+_LEAST = 1e-30  # a spread below this has a reciprocal that searches in float32 cannot multiply by
 _CANCELS = 1e-3  # a share of the square of the mean below which a variance asks for more care
 _CHUNK = 65_536
 
@@ -109,10 +110,15 @@ class RunningStandardizer:
 
     @property
     def scale(self) -> Tensor:
-        """`[d]`, float64: `1 / std`, and 1 for a constant dimension; one tensor until an update."""
+        """`[d]`, float64: `1 / std`, and 1 for a constant dimension; one tensor until an update.
+
+        Where a constant is above 1e8 in magnitude it is the reciprocal of 1e-8 of that, the least
+        spread that would count: what rounding has left there would outweigh all else, or overflow.
+        """
         if self._scale is None:
-            std = self._mean_and_std()[1]
-            std[std == 0] = 1.0
+            mean, std = self._mean_and_std()
+            constant = std == 0
+            std[constant] = np.maximum(_CONSTANT * np.abs(mean[constant]), 1.0)
             self._scale = torch.from_numpy(1.0 / std)
         return self._scale
 
@@ -137,7 +143,7 @@ class RunningStandardizer:
             right, right_rest = _exact_product(first, first)
             rest = (left_rest + n * second_rest) - (right_rest + 2.0 * first * first_rest)
             std = np.sqrt(np.maximum((left - right) + rest, 0.0)) / n
-        std[std <= _CONSTANT * (np.abs(mean) + std)] = 0.0
+        std[std <= np.maximum(_CONSTANT * (np.abs(mean) + std), _LEAST)] = 0.0
         return mean, std
 
 

@@ -114,6 +114,22 @@ def test_spread_below_a_hundred_millionth_of_the_magnitude_counts_as_constant():
     assert stats.scale.item() == 1.0
 
 
+def test_a_constant_far_from_zero_is_weighed_by_the_least_spread_that_would_count():
+    points = torch.full((100, 2), 1e30)
+    points[0, 1] = torch.nextafter(points[0, 1], torch.tensor(torch.inf))
+    stats = RunningStandardizer(2)
+    stats.update(points)
+    assert (stats.std == 0).all()
+    torch.testing.assert_close(stats.scale, torch.full((2,), 1e-22, dtype=torch.float64))
+
+
+def test_spread_that_float32_cannot_divide_by_counts_as_constant():
+    points = torch.tensor([[-1e-44, -1e-31, -1e-29], [1e-44, 1e-31, 1e-29]])
+    stats = RunningStandardizer(3)
+    stats.update(points)
+    torch.testing.assert_close(stats.scale, torch.tensor([1.0, 1.0, 1e29], dtype=torch.float64))
+
+
 def test_what_counts_as_constant_does_not_depend_on_what_is_gone():
     narrow = torch.randn((50, 1), dtype=torch.float64) * 1e-3
     wide = torch.full((1, 1), 1e9, dtype=torch.float64)
