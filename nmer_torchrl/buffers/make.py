@@ -209,7 +209,7 @@ def make_replay_buffer(
     return buffer(
         storage=storage,
         sampler=sampler,
-        transform=make_transform(kind, sampler, generator, options),
+        transform=make_transform(kind, sampler, storage, generator, options),
         batch_size=batch_size,
         prefetch=prefetch,
         generator=generator,
