@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers import Storage
 from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS, get_entry
 from nmer_torchrl.neighbors import PointTable
 from nmer_torchrl.rows import StoredRows, stored_entries
-from nmer_torchrl.standardize import RunningStandardizer
+from nmer_torchrl.standardize import DOUBT, RunningStandardizer
 
 
 class Spread:
@@ -59,6 +59,9 @@ class Spread:
             self._statistics.update(points[new & usable], removed=before[new & counted])
             self._table.write(index[new], points[new])
             changed = True
+            if self._statistics.doubt > DOUBT:
+                rows, valid = self._table.rows()
+                self._statistics.recompute(rows[valid])
         if changed and self._statistics is not None:
             self.std = self._split(stored_entries(storage), self._statistics.std)
 

@@ -4,6 +4,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from nmer_torchrl import RunningStandardizer
+from nmer_torchrl.standardize import DOUBT
 
 
 def assert_same_statistics(stats: RunningStandardizer, points: torch.Tensor, rtol=1e-9) -> None:
@@ -85,6 +86,22 @@ def test_one_wide_point_among_few_narrow_ones_leaves_no_rounding():
     stats.update(wide)
     stats.update(narrow[1:], removed=wide)
     assert_same_statistics(stats, narrow)
+
+
+@pytest.mark.parametrize("size", [1e6, 1e10, 1e14, 1e30])
+def test_rounding_that_a_wide_point_has_left_is_told_and_mended(size):
+    narrow = torch.randn((100, 2), generator=torch.Generator().manual_seed(0))
+    wide = torch.tensor([[size, 1.0]])
+    stats = RunningStandardizer(2)
+    for points in (narrow[:50], wide, narrow[50:]):
+        stats.update(points)
+    assert stats.doubt < DOUBT  # while it is there it is what counts
+    stats.update(wide[:0], removed=wide)
+    assert (stats.doubt > DOUBT) == (size > 1e10)
+    if stats.doubt > DOUBT:
+        stats.recompute(narrow)
+    assert_same_statistics(stats, narrow)
+    assert stats.doubt < DOUBT
 
 
 def test_mean_far_from_the_first_points_loses_nothing():
