@@ -56,10 +56,11 @@ class Spread:
             before, counted = self._table.read(index, points.shape[1])
             usable = points.isfinite().all(-1)
             new = (usable != counted) | (usable & (before != points).any(-1))
-            self._statistics.update(points[new & usable], removed=before[new & counted])
+            removed = before[new & counted]
+            self._statistics.update(points[new & usable], removed=removed)
             self._table.write(index[new], points[new])
             changed = True
-            if self._statistics.doubt > DOUBT:
+            if len(removed) and self._statistics.doubt > DOUBT:
                 rows, valid = self._table.rows()
                 self._statistics.recompute(rows[valid])
         if changed and self._statistics is not None:

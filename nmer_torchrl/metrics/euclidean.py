@@ -183,7 +183,7 @@ class ScaledSpace:
         if own_table(self.search) is not self.table:
             self.table.write(index, points)
         self.search.write(index, points)
-        if self.statistics.doubt > DOUBT:
+        if len(removed) and self.statistics.doubt > DOUBT:
             rows, valid = self.table.rows()
             self.statistics.recompute(rows[valid])
 
