@@ -31,6 +31,7 @@ from nmer_torchrl.transforms import (
     PairMixup,
     QuantileCap,
     RewardMean,
+    RowCheck,
     StateMixup,
     TunedMixup,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "RandomPairSampler",
     "ReplayOptimizationSampler",
     "RewardMean",
+    "RowCheck",
     "RunningStandardizer",
     "SpreadSampler",
     "StateMixup",

@@ -56,7 +56,8 @@ class RunningCovariance:
                 self._accumulate(points, sign)
 
     def recompute(self, points: Tensor) -> None:
-        """Sums the products of the points `[n, d]` that are there, anew."""
+        """Takes the points `[n, d]` that are there anew."""
+        self.moments.recompute(points)
         self._clear()
         self._shift = self.moments.mean
         self._accumulate(points, 1.0)
@@ -75,13 +76,13 @@ class RunningCovariance:
 
     @property
     def doubt(self) -> float:
-        """A bound on the rounding in any correlation; zero where no dimension varies."""
+        """A bound on the rounding in any correlation, and in the moments."""
         std, varies = self.moments.std, self.moments.std > 0
         if not varies.any() or self._shift is None:
-            return 0.0
+            return self.moments.doubt
         offset = self.moments.mean - self._shift
         error = self._error / self.count + _EPS * offset.square()
-        return float((error[varies] / std[varies].square()).max())
+        return max(float((error[varies] / std[varies].square()).max()), self.moments.doubt)
 
     def correlation(self) -> Tensor:
         """`[d, d]`, float64; a dimension that does not vary has no correlation with any other."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 _CHUNK = 4_096
+_LARGEST = 1e37  # differences and Z-scores of numbers up to this stay within float32
 _ODD = -7046029254386353131  # 2**64 divided by the golden ratio: spreads neighbours far apart
 
 
@@ -84,8 +85,8 @@ def any_feature(flags: Tensor, batch_dims: int) -> Tensor:
 
 
 def all_finite(tensor: Tensor, batch_dims: int) -> Tensor:
-    """`[*B, ...]` to boolean `[*B]`: whether every entry is finite, also in float32."""
-    return ~any_feature(~tensor.float().isfinite(), batch_dims)
+    """`[*B, ...]` to boolean `[*B]`: whether every entry is finite, and at most 1e37 in size."""
+    return ~any_feature(~(tensor.abs() <= _LARGEST), batch_dims)
 
 
 def choose_neighbor(

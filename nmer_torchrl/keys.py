@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,10 +20,12 @@ TRAJECTORY_KEY: NestedKey = ("collector", "traj_ids")
 
 def as_keys(keys: Sequence[NestedKey] | str, name: str) -> tuple[NestedKey, ...]:
     """A sequence of keys as a tuple; a lone string counts as a sequence of one."""
+    if not isinstance(keys, (str, Iterable)):
+        raise TypeError(f"`{name}` is {keys!r}, but it is a sequence of keys.")
     keys = (keys,) if isinstance(keys, str) else tuple(keys)
     for key in keys:
         parts = (key,) if isinstance(key, str) else key
-        if not isinstance(parts, tuple) or not all(isinstance(part, str) for part in parts):
+        if not (isinstance(parts, tuple) and parts and all(isinstance(p, str) for p in parts)):
             raise TypeError(
                 f"`{name}` holds {key!r}, which is not a key; "
                 'keys are strings or tuples of strings such as ("next", "reward").'

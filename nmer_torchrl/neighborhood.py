@@ -170,7 +170,7 @@ class Neighborhood:
         self._warned = True
         warnings.warn(
             f"The row at position {int(unusable[0])} has a non-finite entry (or one beyond "
-            "float32). Such rows stay in the buffer, but are never mixed, are no partners and do "
+            "1e37). Such rows stay in the buffer, but are never mixed, are no partners and do "
             "not count in the statistics. This is said once.",
             stacklevel=2,
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
@@ -29,3 +29,16 @@ def make_mlp(widths: Sequence[int], seed: int) -> nn.Sequential:
             nn.init.uniform_(parameter, -(before**-0.5), before**-0.5, generator=generator)
         layers += [layer, nn.ReLU()]
     return nn.Sequential(*layers[:-1])
+
+
+def descend(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """One step of the optimizer, or none where a gradient or its square is not finite.
+
+    Such a step, from rewards of 1e30 say, would leave NaN in the parameters, or infinities in what
+    the optimizer remembers, for good.
+    """
+    optimizer.zero_grad()
+    loss.backward()
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    if all(g is None or bool(g.square().sum().isfinite()) for g in gradients):
+        optimizer.step()

@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers import Storage
 from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS, get_entry
 from nmer_torchrl.neighbors import PointTable
 from nmer_torchrl.rows import StoredRows, stored_entries
-from nmer_torchrl.standardize import RunningStandardizer
+from nmer_torchrl.standardize import DOUBT, RunningStandardizer
 
 
 class Spread:
@@ -56,9 +56,13 @@ class Spread:
             before, counted = self._table.read(index, points.shape[1])
             usable = points.isfinite().all(-1)
             new = (usable != counted) | (usable & (before != points).any(-1))
-            self._statistics.update(points[new & usable], removed=before[new & counted])
+            removed = before[new & counted]
+            self._statistics.update(points[new & usable], removed=removed)
             self._table.write(index[new], points[new])
             changed = True
+            if len(removed) and self._statistics.doubt > DOUBT:
+                rows, valid = self._table.rows()
+                self._statistics.recompute(rows[valid])
         if changed and self._statistics is not None:
             self.std = self._split(stored_entries(storage), self._statistics.std)
 

@@ -13,8 +13,11 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 _SPLIT = 2.0**27 + 1.0  # Dekker's constant for float64
 _CONSTANT = 1e-8  # a spread below this share of the magnitude is rounding
+_LEAST = 1e-30  # a spread below this has a reciprocal that searches in float32 cannot multiply by
 _CANCELS = 1e-3  # a share of the square of the mean below which a variance asks for more care
+_ROUNDING = 64 * 2.0**-106  # of a sum in pairs of float64, as a share of what went into it
 _CHUNK = 65_536
+DOUBT = 1e-9  # rounding in a variance, as a share of it, after which to compute it anew
 
 
 class RunningStandardizer:
@@ -22,7 +25,9 @@ class RunningStandardizer:
 
     The sums behind them are kept to about 32 digits (pairs of float64), so that what is added and
     later removed leaves nothing behind: after millions of updates the result equals a recomputation
-    from the points that remain, even when wide data has been replaced by narrow data.
+    from the points that remain, even when wide data has been replaced by narrow data. Where even
+    that is not enough, since a point of 1e30 has come and gone, `doubt` says so: then `recompute`
+    from the points that are there.
 
     Args:
         d: Number of dimensions.
@@ -50,7 +55,9 @@ class RunningStandardizer:
         self._shift: Array | None = None  # a point near the data, set by the first update
         self._sum = np.zeros((2, self.d))  # rows: sum of y and sum of y**2, with y = x - shift
         self._rest = np.zeros((2, self.d))  # what float64 could not hold of them
-        self._scale: Tensor | None = None  # what `scale` returns, once it was asked for
+        self._error = np.zeros(self.d)  # of the sum of y**2, at worst
+        self._moments: tuple[Array, Array] | None = None  # mean and std, once they were asked for
+        self._scale: Tensor | None = None  # what `scale` returns, likewise
 
     def update(self, added: Tensor, removed: Tensor | None = None) -> None:
         """Adds the points `[n, d]` and takes out `[m, d]` points that were added before."""
@@ -67,17 +74,29 @@ class RunningStandardizer:
                 f"{self.count + len(added) - count} points are to be removed, "
                 f"but only {self.count + len(added)} are there."
             )
-        before = self._shift, self._sum, self._rest
+        before = self._shift, self._sum, self._rest, self._error
         try:
             for name, points in parts.items():
                 for start in range(0, len(points), _CHUNK):
                     chunk = points[start : start + _CHUNK]
                     self._accumulate(chunk, 1.0 if name == "added" else -1.0)
         except ValueError:
-            self._shift, self._sum, self._rest = before
+            self._shift, self._sum, self._rest, self._error = before
             raise
         self.count = count
-        self._scale = None
+        self._moments = self._scale = None
+
+    def recompute(self, points: Tensor) -> None:
+        """Takes the points `[n, d]` that are there anew."""
+        self.clear()
+        self.update(points)
+
+    @property
+    def doubt(self) -> float:
+        """A bound on the rounding in any variance, as a share of it or of what counts as none."""
+        mean, std = self._mean_and_std()
+        least = np.maximum(np.maximum(std, _CONSTANT * np.abs(mean)), _LEAST)
+        return float((self._error / least**2).max()) / max(self.count, 1)
 
     def _accumulate(self, points: Tensor, sign: float) -> None:
         x: Array = points.detach().cpu().numpy().astype(np.float64)
@@ -94,6 +113,7 @@ class RunningStandardizer:
         values[:, 1], rests[:, 1] = _exact_product(y, y)
         rests[:, 1] += 2.0 * y * rest
         total, rest = _exact_sum(values, rests)
+        self._error = self._error + _ROUNDING * (np.abs(self._sum[1]) + total[1])
         self._sum, error = _two_sum(self._sum, sign * total)
         self._rest = self._rest + error + sign * rest
 
@@ -109,14 +129,25 @@ class RunningStandardizer:
 
     @property
     def scale(self) -> Tensor:
-        """`[d]`, float64: `1 / std`, and 1 for a constant dimension; one tensor until an update."""
+        """`[d]`, float64: `1 / std`, and 1 for a constant dimension; one tensor until an update.
+
+        Where a constant is above 1e8 in magnitude it is the reciprocal of 1e-8 of that, the least
+        spread that would count: what rounding has left there would outweigh all else, or overflow.
+        """
         if self._scale is None:
-            std = self._mean_and_std()[1]
-            std[std == 0] = 1.0
+            mean, std = self._mean_and_std()
+            constant = std == 0
+            std[constant] = np.maximum(_CONSTANT * np.abs(mean[constant]), 1.0)
             self._scale = torch.from_numpy(1.0 / std)
         return self._scale
 
     def _mean_and_std(self) -> tuple[Array, Array]:
+        if self._moments is None:
+            self._moments = self._compute_moments()
+        mean, std = self._moments
+        return mean.copy(), std.copy()
+
+    def _compute_moments(self) -> tuple[Array, Array]:
         if self.count == 0 or self._shift is None:
             return np.zeros(self.d), np.zeros(self.d)
         n = float(self.count)
@@ -137,7 +168,7 @@ class RunningStandardizer:
             right, right_rest = _exact_product(first, first)
             rest = (left_rest + n * second_rest) - (right_rest + 2.0 * first * first_rest)
             std = np.sqrt(np.maximum((left - right) + rest, 0.0)) / n
-        std[std <= _CONSTANT * (np.abs(mean) + std)] = 0.0
+        std[std <= np.maximum(_CONSTANT * (np.abs(mean) + std), _LEAST)] = 0.0
         return mean, std
 
 

@@ -41,8 +41,8 @@ def stored_points(storage, keys=POINT_KEYS) -> Tensor:
 
 
 def oracle_scale(points: Tensor) -> Tensor:
-    std = points.std(0, correction=0)
-    return torch.where(std > 1e-8 * points.abs().amax(0), 1 / std, 1.0)
+    std, least = points.std(0, correction=0), 1e-8 * points.abs().amax(0)
+    return 1 / torch.where(std > least.clamp_min(1e-30), std, least.clamp_min(1.0))
 
 
 def oracle_distances(points: Tensor, index: Tensor, k: int, scale: Tensor | None = None) -> Tensor:

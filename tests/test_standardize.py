@@ -4,6 +4,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from nmer_torchrl import RunningStandardizer
+from nmer_torchrl.standardize import DOUBT
 
 
 def assert_same_statistics(stats: RunningStandardizer, points: torch.Tensor, rtol=1e-9) -> None:
@@ -87,6 +88,22 @@ def test_one_wide_point_among_few_narrow_ones_leaves_no_rounding():
     assert_same_statistics(stats, narrow)
 
 
+@pytest.mark.parametrize("size", [1e6, 1e10, 1e14, 1e30])
+def test_rounding_that_a_wide_point_has_left_is_told_and_mended(size):
+    narrow = torch.randn((100, 2), generator=torch.Generator().manual_seed(0))
+    wide = torch.tensor([[size, 1.0]])
+    stats = RunningStandardizer(2)
+    for points in (narrow[:50], wide, narrow[50:]):
+        stats.update(points)
+    assert stats.doubt < DOUBT  # while it is there it is what counts
+    stats.update(wide[:0], removed=wide)
+    assert (stats.doubt > DOUBT) == (size > 1e10)
+    if stats.doubt > DOUBT:
+        stats.recompute(narrow)
+    assert_same_statistics(stats, narrow)
+    assert stats.doubt < DOUBT
+
+
 def test_mean_far_from_the_first_points_loses_nothing():
     stats = RunningStandardizer(1)
     stats.update(torch.zeros(1, 1, dtype=torch.float64))
@@ -112,6 +129,22 @@ def test_spread_below_a_hundred_millionth_of_the_magnitude_counts_as_constant():
     stats = RunningStandardizer(1)
     stats.update(points)
     assert stats.scale.item() == 1.0
+
+
+def test_a_constant_far_from_zero_is_weighed_by_the_least_spread_that_would_count():
+    points = torch.full((100, 2), 1e30)
+    points[0, 1] = torch.nextafter(points[0, 1], torch.tensor(torch.inf))
+    stats = RunningStandardizer(2)
+    stats.update(points)
+    assert (stats.std == 0).all()
+    torch.testing.assert_close(stats.scale, torch.full((2,), 1e-22, dtype=torch.float64))
+
+
+def test_spread_that_float32_cannot_divide_by_counts_as_constant():
+    points = torch.tensor([[-1e-44, -1e-31, -1e-29], [1e-44, 1e-31, 1e-29]])
+    stats = RunningStandardizer(3)
+    stats.update(points)
+    torch.testing.assert_close(stats.scale, torch.tensor([1.0, 1.0, 1e29], dtype=torch.float64))
 
 
 def test_what_counts_as_constant_does_not_depend_on_what_is_gone():

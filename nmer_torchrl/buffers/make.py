@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ KINDS: dict[str, frozenset[str]] = {
     "interpolated_rewards": _KEYS | {"k", "search", "metric", "terminated_key"},
     "ero": _KEYS,
 }
+_NUMBERS = _PRIORITY | {"alpha", "lengthscale", "noise", "max_variance", "sigma", "low", "high"}
 _ALPHAS = {"mixreg": 0.2}  # of those whose source has another
 
 
@@ -156,7 +158,7 @@ def make_replay_buffer(
         >>> buffer.sampler
         NeighborPairSampler(k=10, keys=('observation', 'action'))
     """
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"Unknown kind {kind!r}; the known ones are {', '.join(KINDS)}.")
     given: dict[str, Any] = {
         "k": k,
@@ -189,13 +191,12 @@ def make_replay_buffer(
                 f"A {kind!r} buffer has no use for {name}={value!r}; leave it out. "
                 f"Of the arguments that depend on the kind it takes {uses}."
             )
+    for name in _NUMBERS & given.keys():
+        if isinstance(given[name], bool) or not isinstance(given[name], Real):
+            raise TypeError(f"{name}={given[name]!r}, but it is a number.")
     check_interpolation(given)
     check_tuned(given)
-    for name, count in (("capacity", capacity), ("batch_size", batch_size)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(
-                f"{name}={count!r}, but it is a number of rows: an integer, at least 1."
-            )
+    _check_common(capacity, batch_size, prefetch, generator, storage)
     for name in _KEYS & given.keys():
         given[name] = as_keys(given[name], name)
     default = 1.0 if tuned else _ALPHAS.get(kind, 0.75)
@@ -209,11 +210,38 @@ def make_replay_buffer(
     return buffer(
         storage=storage,
         sampler=sampler,
-        transform=make_transform(kind, sampler, generator, options),
+        transform=make_transform(kind, sampler, storage, generator, options),
         batch_size=batch_size,
         prefetch=prefetch,
         generator=generator,
     )
+
+
+def _check_common(
+    capacity: int,
+    batch_size: int,
+    prefetch: int | None,
+    generator: torch.Generator | None,
+    storage: Storage | None,
+) -> None:
+    """Raises if an argument that every kind takes is none."""
+    for name, count in (("capacity", capacity), ("batch_size", batch_size)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(
+                f"{name}={count!r}, but it is a number of rows: an integer, at least 1."
+            )
+    ahead = 0 if prefetch is None else prefetch
+    if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+        raise ValueError(
+            f"prefetch={prefetch!r}, but it is a number of batches: an integer, at least 0."
+        )
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator={generator!r}, but it is a torch.Generator, such as "
+            "torch.Generator().manual_seed(0)."
+        )
+    if storage is not None and not isinstance(storage, Storage):
+        raise TypeError(f"storage={storage!r}, but it is a storage, such as LazyTensorStorage(10).")
 
 
 def _make_storage(
@@ -223,7 +251,11 @@ def _make_storage(
     storage: Storage | None,
 ) -> Storage:
     if storage is None:
-        return make(capacity, device=device or "cpu")
+        try:
+            place = torch.device("cpu" if device is None else device)
+        except (TypeError, RuntimeError) as error:
+            raise ValueError(f"device={device!r} is none: {error}") from None
+        return make(capacity, device=place)
     if storage.max_size != capacity:
         raise ValueError(
             f"capacity={capacity}, but the storage holds {storage.max_size} rows; make them agree."

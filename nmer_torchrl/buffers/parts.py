@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import NestedKey
-from torchrl.data.replay_buffers import RandomSampler, Sampler
+from torchrl.data.replay_buffers import RandomSampler, Sampler, Storage, TensorStorage
 from torchrl.envs.transforms import Transform
 
 from nmer_torchrl.buffers.options import (
@@ -40,6 +40,7 @@ from nmer_torchrl.transforms import (
     NeighborhoodMixup,
     PairMixup,
     RewardMean,
+    RowCheck,
     StateMixup,
     TunedMixup,
 )
@@ -120,11 +121,15 @@ def make_sampler(kind: str, capacity: int, options: Options) -> Sampler:
 
 
 def make_transform(
-    kind: str, sampler: Sampler, generator: torch.Generator | None, options: Options
+    kind: str,
+    sampler: Sampler,
+    storage: Storage,
+    generator: torch.Generator | None,
+    options: Options,
 ) -> Transform | None:
     """What becomes of it."""
     if kind in ("uniform", "per", "ero"):
-        return None
+        return RowCheck() if isinstance(storage, TensorStorage) else None  # a list takes any row
     end = options.terminated_key
     if kind == "interpolated_rewards":
         return RewardMean(reward_keys=options.roles.rewards, terminated_key=end)

@@ -22,7 +22,7 @@ from nmer_torchrl.metrics.base import (
 )
 from nmer_torchrl.neighbors import NeighborSearch, PointTable, make_search
 from nmer_torchrl.neighbors.exact import squared_norms
-from nmer_torchrl.standardize import RunningStandardizer
+from nmer_torchrl.standardize import DOUBT, RunningStandardizer
 
 
 class Euclidean(Metric):
@@ -183,6 +183,9 @@ class ScaledSpace:
         if own_table(self.search) is not self.table:
             self.table.write(index, points)
         self.search.write(index, points)
+        if len(removed) and self.statistics.doubt > DOUBT:
+            rows, valid = self.table.rows()
+            self.statistics.recompute(rows[valid])
 
     @property
     def scale(self) -> Tensor:

@@ -15,10 +15,10 @@ from nmer_torchrl.covariance import RunningCovariance
 from nmer_torchrl.metrics.base import Metric, Space, load_search_state, search_state
 from nmer_torchrl.neighbors import NeighborSearch, PointTable, make_search
 from nmer_torchrl.neighbors.exact import BLOCK, nearest, relative_error
+from nmer_torchrl.standardize import DOUBT
 
 _DRIFT = 0.05  # of the whitening, as a logarithm of distances, after which it is renewed
 _WIDER = 8  # times as many candidates, where those asked for first prove too little
-_DOUBT = 1e-9  # rounding in correlations after which they are computed anew
 
 
 class Mahalanobis(Metric):
@@ -166,7 +166,7 @@ class WhitenedSpace:
     def view(self) -> Whitening:
         """See `Space.view`."""
         if self._current is None:
-            if self.statistics.doubt > _DOUBT:
+            if self.statistics.doubt > DOUBT:
                 points, valid = self.table.rows()
                 self.statistics.recompute(points[valid])
             self._current = Whitening.of(self.statistics, self._shrinkage)

@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers import Storage
 
 from nmer_torchrl import _compat
 from nmer_torchrl.keys import get_entry
-from nmer_torchrl.networks import draw_seed, make_mlp
+from nmer_torchrl.networks import descend, draw_seed, make_mlp
 from nmer_torchrl.rows import check_layout, stored_entries
 from nmer_torchrl.samplers.base import LockedSampler
 
@@ -191,9 +191,7 @@ class ReplayOptimizationSampler(LockedSampler):
                 logits = policy(features[rows]).squeeze(-1)
                 # The logarithm of the probability of what was chosen is minus this entropy.
                 surprise = binary_cross_entropy_with_logits(logits, kept[rows].float())
-                optimizer.zero_grad()
-                (gain * surprise).backward()
-                optimizer.step()
+                descend(gain * surprise, optimizer)
         with torch.no_grad():
             scores = torch.cat([policy(part).squeeze(-1) for part in features.split(65_536)])
         draws = torch.rand(len(scores), generator=self._generator)
@@ -205,7 +203,7 @@ class ReplayOptimizationSampler(LockedSampler):
         size = len(storage)
         self._reserve(size)
         reward = get_entry(stored_entries(storage), self.reward_key)[:size].detach().float().cpu()
-        reward = reward.reshape(size, -1).sum(-1).nan_to_num(0.0)
+        reward = reward.reshape(size, -1).sum(-1)
         age = (self._count - self._written[:size]).float()
         age = age / age.max().clamp_min(1.0)
         return torch.stack([_standardized(reward), _standardized(self._error[:size]), age], -1)
@@ -267,5 +265,9 @@ class ReplayOptimizationSampler(LockedSampler):
 
 
 def _standardized(values: Tensor) -> Tensor:
-    spread = values.std(correction=0)
-    return (values - values.mean()) / torch.where(spread > 0, spread, 1.0)
+    """Z-scores by those that are finite; 0 for the others."""
+    finite = values.isfinite()
+    values = values.double()  # squares of what float32 holds
+    spread, mean = torch.std_mean(values[finite], correction=0)
+    scores = (values - mean) / torch.where(spread > 0, spread, 1.0)
+    return torch.where(finite, scores, 0.0).float()

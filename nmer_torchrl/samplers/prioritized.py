@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -152,6 +153,11 @@ class CheckedPrioritizedSampler(PrioritizedSampler):
     def _empty(self) -> None:
         super()._empty()
         self._ranked = 0
+
+    def loads(self, path: str | Path) -> None:
+        """Loads what `dumps` saved; TorchRL cannot, once a priority has been given."""
+        self._empty()
+        super().loads(path)
 
     def state_dict(self) -> dict[str, Any]:
         """Priorities `[capacity]` as they are kept, `(p + eps) ** alpha`, and the parameters."""

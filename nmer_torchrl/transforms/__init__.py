@@ -1,6 +1,7 @@
 """Transforms of a replay buffer: how a pair becomes one row, and what is done to a row."""
 
 from nmer_torchrl.transforms.amplitude import AmplitudeScaling
+from nmer_torchrl.transforms.base import RowCheck
 from nmer_torchrl.transforms.gates import DistanceCap, Fraction, Gate, Geometry, QuantileCap
 from nmer_torchrl.transforms.gaussian_process_mixup import GaussianProcessMixup
 from nmer_torchrl.transforms.interpolation import DeltaMixup, MeanMixup
@@ -36,6 +37,7 @@ __all__ = [
     "PairMixup",
     "QuantileCap",
     "RewardMean",
+    "RowCheck",
     "Schedule",
     "StateMixup",
     "TunedMixup",

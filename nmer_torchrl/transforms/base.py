@@ -22,14 +22,97 @@ from nmer_torchrl.transforms.n_step import check_n_step
 # end at a terminal state, are not mixed.
 _STEPS_KEY = "steps_to_next_obs"
 _NONTERMINAL_KEY = "nonterminal"
+_LAYOUT = (
+    "_shapes",
+    "_dtypes",
+    "_needed",
+    "_dims",
+)  # of rows; never changed in place
 
 
-class Augmentation(Transform):
+class RowCheck(Transform):
+    """Refuses rows that do not fit those stored before, before anything of them is stored.
+
+    TorchRL moves its cursor and its length before it writes, so that a write which fails on the
+    way, since an entry has another shape or dtype, leaves rows behind that no one wrote; an entry
+    that is missing keeps what stood at its position, and one of width 1 is repeated. The first rows
+    tell which entries there are; later ones may have more. Batches pass unchanged.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+        >>> buffer = TensorDictReplayBuffer(
+        ...     storage=LazyTensorStorage(10), transform=RowCheck(), batch_size=4
+        ... )
+        >>> _ = buffer.extend(TensorDict(x=torch.zeros(3, 2), batch_size=[3]))
+        >>> buffer.extend(TensorDict(x=torch.zeros(3, 1), batch_size=[3]))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        ValueError: The entry 'x' has shape (1,) in each row, but the rows stored before have ...
+    """
+
+    def __init__(self) -> None:
+        super().__init__(in_keys=[], out_keys=[])
+        self._shapes: dict[NestedKey, torch.Size] = {}  # of entries of the rows seen so far
+        self._dtypes: dict[NestedKey, torch.dtype] = {}
+        self._needed: list[NestedKey] = []  # entries of the first rows
+        self._dims = 0  # of the batch that they came in, 0 if there was none
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Returns the batch as it is."""
+        return tensordict
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        """Checks what is about to be stored; `None` where an n-step transform waits for more."""
+        if tensordict is None:
+            return None
+        dims = max(tensordict.ndim, 1)
+        if 0 < self._dims < dims:
+            raise ValueError(
+                f"The rows come in a batch of shape {tuple(tensordict.shape)}, but those before in "
+                f"one of {self._dims} dimension(s); extend the buffer with `data.reshape(-1)`."
+            )
+        entries = {k: v for k, v in tensordict.items(True, True) if isinstance(v, Tensor)}
+        shapes = {key: entry.shape[tensordict.ndim :] for key, entry in entries.items()}
+        dtypes = {key: entry.dtype for key, entry in entries.items()}
+        for key in shapes.keys() & self._shapes.keys():
+            if shapes[key] != self._shapes[key]:
+                raise ValueError(
+                    f"The entry {key!r} has shape {tuple(shapes[key])} in each row, but the rows "
+                    f"stored before have {tuple(self._shapes[key])}; use another buffer for these "
+                    "rows."
+                )
+        for key in dtypes.keys() & self._dtypes.keys():
+            if dtypes[key] != self._dtypes[key]:
+                raise ValueError(
+                    f"The entry {key!r} is {dtypes[key]}, but in the rows stored before it is "
+                    f"{self._dtypes[key]}; convert it first."
+                )
+        for key in self._needed:
+            get_entry(tensordict, key)
+        # An index is what a buffer wrote into rows that were stored or drawn before.
+        self._needed = self._needed or [key for key in entries if key != "index"]
+        self._shapes, self._dtypes = self._shapes | shapes, self._dtypes | dtypes
+        self._dims = self._dims or dims
+        return tensordict
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What rows look like, so that a restored buffer refuses the same."""
+        return {name: getattr(self, name) for name in _LAYOUT}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        for name in _LAYOUT:
+            setattr(self, name, state.get(name, type(getattr(self, name))()))
+
+
+class Augmentation(RowCheck):
     """A transform that changes some continuous entries of the rows drawn, at random.
 
     Everything random comes from its generator, whose state is part of its own. On `extend` it
-    checks, before anything is stored, that the entries it changes are there, continuous, and as
-    wide as those before.
+    checks, before anything is stored, that the entries it changes are there and continuous, and
+    that all entries are like those before.
 
     Args:
         keys: The entries.
@@ -40,44 +123,36 @@ class Augmentation(Transform):
     def __init__(
         self, keys: Sequence[NestedKey], argument: str, generator: torch.Generator | None
     ) -> None:
-        super().__init__(in_keys=[], out_keys=[])
+        super().__init__()
         self._changed_keys = as_keys(keys, argument)
         if not self._changed_keys:
             raise ValueError(f"`{argument}` is empty; name at least one entry.")
         self._argument = argument
         self.generator = generator
-        self._widths: dict[NestedKey, torch.Size] = {}  # of the rows seen so far
 
     def _entries(self, batch: TensorDictBase) -> dict[NestedKey, Tensor]:
         """The entries that are changed, out of a batch."""
         entries = {key: get_continuous(batch, key, self._argument) for key in self._changed_keys}
-        if not self._widths:  # the storage was filled before
-            self._widths = {key: entry.shape[batch.ndim :] for key, entry in entries.items()}
+        if not self._shapes:  # the storage was filled before
+            self._shapes = {key: entry.shape[batch.ndim :] for key, entry in entries.items()}
         return entries
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        """Checks what is about to be stored; `None` where an n-step transform waits for more."""
-        if tensordict is None:
-            return None
-        widths = {
-            key: get_continuous(tensordict, key, self._argument).shape[tensordict.ndim :]
-            for key in self._changed_keys
-        }
-        for key, stored in self._widths.items():
-            if widths[key] != stored:
-                raise ValueError(
-                    f"The entry {key!r} has shape {tuple(widths[key])} in each row, but the rows "
-                    f"stored before have {tuple(stored)}; use another buffer for these rows."
-                )
-        self._widths = widths
-        return tensordict
+        if tensordict is not None:
+            for key in self._changed_keys:
+                get_continuous(tensordict, key, self._argument)
+        return super()._inv_call(tensordict)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The state of the generator, so that a restored buffer draws the same."""
-        return {} if self.generator is None else {"generator": self.generator.get_state()}
+        """The state of the generator, so that a restored buffer draws the same, and the rest."""
+        state = super().get_extra_state()
+        if self.generator is not None:
+            state["generator"] = self.generator.get_state()
+        return state
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restores the generator, if there is one."""
+        """Restores the generator, if there is one, and the rest."""
+        super().set_extra_state(state)
         if self.generator is not None and "generator" in state:
             self.generator.set_state(state["generator"])
 

@@ -126,7 +126,12 @@ class GaussianNoise(Augmentation):
 
 
 def _check_bounds(bounds: tuple[float, float]) -> tuple[float, float]:
-    low, high = (float(bound) for bound in bounds)
+    try:
+        low, high = (float(bound) for bound in bounds)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"action_bounds={bounds!r}, but it is two numbers: (least, greatest), such as (-1, 1)."
+        ) from None
     if not low <= high:
         raise ValueError(
             f"action_bounds={bounds!r} are not in order; give (least, greatest), such as (-1, 1)."

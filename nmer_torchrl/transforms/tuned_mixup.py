@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 from nmer_torchrl.functional import all_finite
 from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS, as_keys, get_continuous
-from nmer_torchrl.networks import draw_seed, make_mlp
+from nmer_torchrl.networks import descend, draw_seed, make_mlp
 from nmer_torchrl.transforms.base import holds_pairs
 from nmer_torchrl.transforms.pair_mixup import PairMixup
 
@@ -161,16 +161,12 @@ class _Learner:
         Returns the new alpha.
         """
         loss = 2 * mse_loss(self.layers(inputs), outputs)  # the sum over the two members
-        self.layers_optimizer.zero_grad()
-        loss.backward()
-        self.layers_optimizer.step()
+        descend(loss, self.layers_optimizer)
         with torch.no_grad():
             first, second = self.layers(inputs).unbind(1)
             between = torch.lerp(second, first, weight)
             excess = (self.layers(mixed) - between).square().mean() - self.tolerance
-        self.alpha_optimizer.zero_grad()
-        (self.alpha.log() * excess).backward()
-        self.alpha_optimizer.step()
+        descend(self.alpha.log() * excess, self.alpha_optimizer)
         with torch.no_grad():
             return float(self.alpha.clamp_(_LEAST, 1.0))
 

@@ -35,15 +35,18 @@ class Checkpoint:
         draft.replace(self.path)
 
     def load(self) -> None:
-        """Restores every part; nothing in the file is executed."""
-        try:
-            state = torch.load(self.path, weights_only=True, map_location="cpu")
-        except Exception as error:
-            raise UsageError(
-                f"{self.path} cannot be read as a checkpoint ({str(error).splitlines()[0]}); "
-                "start a new run without `resume`."
-            ) from None
+        """Restores every part."""
+        state = read_state(self.path, "start a new run without `resume`")
         if missing := self.parts.keys() - state.keys():
             raise UsageError(f"{self.path} lacks {', '.join(sorted(missing))}; start a new run.")
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
+
+
+def read_state(path: Path, remedy: str) -> dict[str, Any]:
+    """What was saved in a file, of which nothing is executed."""
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"{path} cannot be read as a checkpoint ({reason}); {remedy}.") from None

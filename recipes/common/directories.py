@@ -7,7 +7,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from common.checkpoint import FILE
 from common.errors import UsageError
@@ -131,7 +133,14 @@ def _raise_if_different(directory: Path, cfg: DictConfig) -> None:
 
 def _differences(directory: Path, cfg: DictConfig) -> list[str]:
     """What the run in the directory was made with where that is not what is asked for now."""
-    there = flatten(OmegaConf.to_container(OmegaConf.load(directory / "config.yaml")))
+    try:
+        there = flatten(OmegaConf.to_container(OmegaConf.load(directory / "config.yaml")))
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"{directory / 'config.yaml'} cannot be read ({reason}); move the directory away, or "
+            "start a new run without `resume`."
+        ) from None
     here = flatten(OmegaConf.to_container(cfg, resolve=True))
     names = sorted(there.keys() | here.keys())
     return [
