@@ -85,10 +85,15 @@ def check_together(batch: TensorDictBase) -> None:
     assert ((anchor - partner).abs()[same] < CAPACITY).all()
 
 
-def make_buffer(storage=None, **kwargs) -> TensorDictReplayBuffer:
-    # With alpha = 20 no weight is so near 1 that the partner could not be told.
-    make = {"capacity": CAPACITY, "batch_size": BATCH, "alpha": 20.0} | kwargs
-    return make_replay_buffer("nmer", storage=storage and storage(CAPACITY), **make)
+def make_buffer(storage=None, kind="nmer", prefetch=None) -> TensorDictReplayBuffer:
+    return make_replay_buffer(
+        kind,
+        capacity=CAPACITY,
+        batch_size=BATCH,
+        alpha=20.0,  # no weight is so near 1 that the partner could not be told
+        storage=storage and storage(CAPACITY),
+        prefetch=prefetch,
+    )
 
 
 @pytest.mark.parametrize("torn", ["observation", "action", ("next", "observation"), "serial"])
@@ -103,9 +108,18 @@ def test_a_torn_row_is_noticed(torn):
         check_together(buffer.sample())
 
 
-@pytest.mark.parametrize("storage", [None, LazyTensorStorage, LazyMemmapStorage])
-def test_prefetching_while_a_thread_writes_at_full_speed(storage, soak):
-    buffer = make_buffer(storage, prefetch=3)
+@pytest.mark.parametrize(
+    ("kind", "storage"),
+    [
+        ("nmer", None),
+        ("nmer", LazyTensorStorage),
+        ("nmer", LazyMemmapStorage),
+        ("per_nmer", None),
+        ("mixup", None),
+    ],
+)
+def test_prefetching_while_a_thread_writes_at_full_speed(kind, storage, soak):
+    buffer = make_buffer(storage, kind, prefetch=3)
     written, stop = 0, threading.Event()
 
     def write() -> None:
