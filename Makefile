@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: test train lint clean
+.PHONY: test train soak lint clean
 
 # Everything: style, types, and the tests with their coverage.
 test: $(INSTALLED) lint
@@ -13,6 +13,15 @@ test: $(INSTALLED) lint
 # The main job; options go along as in `make train ARGS="env=InvertedPendulum total_frames=15000"`.
 train: $(INSTALLED)
 	$(BIN)/python recipes/sac.py env=Walker2d $(ARGS)
+
+# What a user's machine goes through in days: kills, full disks, many writers, a ring written for an
+# hour. NMER_SOAK is how many times longer than in `make test` the tests run.
+NMER_SOAK ?= 25
+SOAK_MINUTES ?= 60
+soak: $(INSTALLED)
+	OMP_NUM_THREADS=1 NMER_SOAK=$(NMER_SOAK) $(BIN)/python -m pytest tests/reliability -s $(ARGS)
+	$(BIN)/python recipes/benchmarks/soak.py million
+	$(BIN)/python recipes/benchmarks/soak.py ring --minutes $(SOAK_MINUTES)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -165,9 +165,10 @@ def train(cfg: DictConfig) -> None:
                 with clock("evaluation"):
                     scores = evaluate(actor, loss)
                 run.log(frame, collector.returns, scores, describe(buffer, batch))
-            if frame % cfg.checkpoint_every == 0 or frame == cfg.total_frames or run.interrupted:
-                checkpoint.save()
-            if run.interrupted:
+            stopping, done = run.interrupted is not None, frame == cfg.total_frames
+            if stopping or done or frame % cfg.checkpoint_every == 0:
+                checkpoint.save(last=stopping or done)
+            if stopping:
                 run.stop()
         write_video(cfg, run.directory, evaluate, actor)
         run.finish()

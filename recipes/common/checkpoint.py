@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from common.errors import UsageError
+from common.files import stopped_by_errors, told_of_errors, write_state
 
 FILE = "checkpoint.pt"
 
@@ -24,15 +24,15 @@ class Checkpoint:
     def __init__(self, directory: Path, **parts: Any) -> None:
         self.path, self.parts = directory / FILE, parts
 
-    def save(self) -> None:
-        """Writes beside the last checkpoint and then takes its place, in one step."""
+    def save(self, *, last: bool = False) -> None:
+        """Takes the place of the checkpoint before it, in one step.
+
+        Where that fails, on a full disk for one, the one before it stays, and the run goes on
+        unless this was to be the `last`.
+        """
         state = {name: part.state_dict() for name, part in self.parts.items()}
-        draft = self.path.with_suffix(".tmp")
-        with draft.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self.path)
+        with stopped_by_errors(self.path.parent) if last else told_of_errors(self.path):
+            write_state(self.path, state)
 
     def load(self) -> None:
         """Restores every part."""

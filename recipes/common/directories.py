@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from common.checkpoint import FILE
 from common.errors import UsageError
+from common.files import write_text
 
 # What may differ between a run and its continuation.
 FREE = {"resume", "run_dir", "checkpoint_every", "video", "logger"}
@@ -107,9 +108,11 @@ def _new_directory(parent: Path, cfg: DictConfig) -> Path:
 def _create(directory: Path, cfg: DictConfig) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=cfg.run_dir is not None)
-    except (NotADirectoryError, PermissionError) as error:
+        write_text(directory / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+    except FileExistsError:
+        raise
+    except OSError as error:
         raise UsageError(f"run_dir={directory} cannot be made: {error}.") from None
-    write_atomically(directory / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
 
 
 def _check_resumable(directory: Path, cfg: DictConfig) -> None:
@@ -158,10 +161,3 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     for name, value in tree.items():
         flat |= flatten(value, f"{prefix}{name}.")
     return flat
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that is either there as a whole or as it was before."""
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(text)
-    draft.replace(path)

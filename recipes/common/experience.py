@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from tqdm import tqdm
 
 from common.checkpoint import read_state
 from common.envs import get_state, make_env, set_state
+from common.files import write_state
 from common.streams import seeds
 
 _BATCH = 100
@@ -44,7 +44,7 @@ def collect(cfg: DictConfig) -> TensorDict:
         while run.frame < cfg.total_frames:
             run.step()
             if run.frame % every == 0 or run.frame == cfg.total_frames:
-                _save(run.state_dict(), path)
+                write_state(path, run.state_dict())
             if run.returns:
                 bar.set_postfix({"return": f"{run.returns[-1]:.0f}"}, refresh=False)
             bar.update()
@@ -147,13 +147,3 @@ def _make_rows(
     )
     first = {"observation": empty(observations), "action": empty(actions), **states}
     return TensorDict({**first, "next": following}, batch_size=[n])
-
-
-def _save(state: dict[str, Any], path: Path) -> None:
-    """A kill leaves either the last file or this one, whole."""
-    draft = path.with_suffix(".tmp")
-    with draft.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import shlex
@@ -18,7 +19,8 @@ from typing import Any
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from common.directories import find_directory, write_atomically
+from common.directories import find_directory
+from common.files import stopped_by_errors, told_of_errors, write_text
 from common.loggers import Logger, check_logger, make_logger
 
 WINDOW = 11  # evaluations whose mean is the score
@@ -96,6 +98,7 @@ class Run:
         self._marked_clock = dict(self.clock.seconds)
         self._first_update: tuple[float, int] | None = None
         self._told = False
+        self._complete = False  # whether all rows are in the file
         self._logger: Logger | None = None
 
     def __enter__(self) -> Run:
@@ -103,7 +106,8 @@ class Run:
         self._logger = make_logger(cfg, self.directory, self.logger_id)
         self.logger_id = self._logger.id
         self._started = self._marked = time.perf_counter()
-        self._write_metrics()
+        with stopped_by_errors(self.directory):
+            self._write_metrics()
         done = int(self.rows[-1]["frames"]) if self.rows else 0
         self.bar = tqdm(
             total=cfg.total_frames, desc=cfg.name, unit="frame", mininterval=1, disable=None
@@ -159,8 +163,8 @@ class Run:
         if unknown := row.keys() - set(COLUMNS):
             raise KeyError(f"No column for {sorted(unknown)}; add it to COLUMNS.")
         self.rows.append(row)
-        with (self.directory / "metrics.csv").open("a", newline="") as file:
-            csv.DictWriter(file, COLUMNS).writerow(row)
+        with told_of_errors(self._metrics):
+            self._write_row(row)
         if self._logger is not None:
             self._logger.log({k: v for k, v in row.items() if k != "frames"}, frames)
         self.bar.set_postfix(eval_return=f"{row['eval/return']:.1f}", refresh=False)
@@ -193,12 +197,28 @@ class Run:
                 file=sys.stderr,
             )
 
+    @property
+    def _metrics(self) -> Path:
+        return self.directory / "metrics.csv"
+
+    def _write_row(self, row: dict[str, float]) -> None:
+        """Adds the last row; all of them where one before it could not be written."""
+        if not self._complete:
+            self._write_metrics()
+            return
+        self._complete = False
+        with self._metrics.open("a", newline="") as file:
+            csv.DictWriter(file, COLUMNS).writerow(row)
+        self._complete = True
+
     def _write_metrics(self) -> None:
         """Writes all rows anew: those after the checkpoint will come again."""
-        with (self.directory / "metrics.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(self.rows)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, COLUMNS)
+        writer.writeheader()
+        writer.writerows(self.rows)
+        write_text(self._metrics, text.getvalue())
+        self._complete = True
 
     @property
     def score(self) -> float:
@@ -229,8 +249,11 @@ class Run:
             "seconds": round(seconds, 1),
             "versions": {name: version(name) for name in names},
         }
-        _draw_curve(self.directory / "curve.png", self.rows, self.cfg.name)
-        write_atomically(self.directory / "summary.json", json.dumps(summary, indent=2) + "\n")
+        with stopped_by_errors(self.directory):
+            if not self._complete:
+                self._write_metrics()
+            _draw_curve(self.directory / "curve.png", self.rows, self.cfg.name)
+            write_text(self.directory / "summary.json", json.dumps(summary, indent=2) + "\n")
         if self._logger is not None:
             self._logger.summarize({"score": self.score})
         print(

@@ -1,0 +1,32 @@
+import os
+import sys
+from collections.abc import Iterator
+from multiprocessing.context import BaseContext
+from pathlib import Path
+
+import pytest
+from torch import multiprocessing
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+
+@pytest.fixture(scope="session")
+def soak() -> int:
+    """How many times longer than in CI the tests run: `NMER_SOAK`, 1 unless set."""
+    return int(os.environ.get("NMER_SOAK") or 1)
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[BaseContext]:
+    """Starts processes, TorchRL's too, in which what they need has been imported already."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("forkserver", force=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "torchrl.collectors", "td3"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(RECIPES), prepend=os.pathsep)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        context.Process(target=int).start()  # has it import them under these variables
+    yield context
+    multiprocessing.set_start_method(before, force=True)
