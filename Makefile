@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: test train lint clean
+.PHONY: test train docs docs-serve lint clean
 
 # Everything: style, types, and the tests with their coverage.
 test: $(INSTALLED) lint
@@ -13,6 +13,14 @@ test: $(INSTALLED) lint
 # The main job; options go along as in `make train ARGS="env=InvertedPendulum total_frames=15000"`.
 train: $(INSTALLED)
 	$(BIN)/python recipes/sac.py env=Walker2d $(ARGS)
+
+# The site, into site/; a warning is an error.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The same while you write, at the address that it prints.
+docs-serve: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -26,4 +34,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site
