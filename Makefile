@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: test train soak lint clean
+.PHONY: test train soak docs docs-serve lint clean
 
 # Everything: style, types, and the tests with their coverage.
 test: $(INSTALLED) lint
@@ -23,6 +23,14 @@ soak: $(INSTALLED)
 	$(BIN)/python recipes/benchmarks/soak.py million
 	$(BIN)/python recipes/benchmarks/soak.py ring --minutes $(SOAK_MINUTES)
 
+# The site, into site/; a warning is an error.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The same while you write, at the address that it prints.
+docs-serve: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,4 +43,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site

@@ -108,7 +108,18 @@ class PrioritizedNeighborPairSamplerConfig(SamplerConfig):
 
 @dataclass
 class PairPrioritizedReplayBufferConfig(TensorDictReplayBufferConfig):
-    """Configuration of `PairPrioritizedReplayBuffer`; its fields are TorchRL's."""
+    """Configuration of `PairPrioritizedReplayBuffer`; its fields are TorchRL's.
+
+    Examples:
+        >>> from torchrl.data import LazyTensorStorage
+        >>> from hydra.utils import instantiate
+        >>> sampler = PrioritizedNeighborPairSamplerConfig(max_capacity=1_000, k=5)
+        >>> config = PairPrioritizedReplayBufferConfig(
+        ...     sampler=sampler, transform=PairMixupConfig(), batch_size=32
+        ... )
+        >>> type(instantiate(config, storage=LazyTensorStorage(1_000))).__name__
+        'PairPrioritizedReplayBuffer'
+    """
 
     _target_: str = "nmer_torchrl.PairPrioritizedReplayBuffer"
 
@@ -338,7 +349,13 @@ def _make_reward_mean(reward_keys: Any, terminated_key: Any) -> RewardMean:
 
 
 def register() -> None:
-    """Adds the configurations to Hydra's store, under TorchRL's groups."""
+    """Adds the configurations to Hydra's store, under TorchRL's groups.
+
+    Examples:
+        >>> register()
+        >>> "neighbor_pair.yaml" in ConfigStore.instance().list("sampler")
+        True
+    """
     store = ConfigStore.instance().store
     store(group="sampler", name="neighbor_pair", node=NeighborPairSamplerConfig)
     store(group="sampler", name="neighborhood", node=NeighborhoodSamplerConfig)

@@ -19,7 +19,13 @@ def sample_beta(
     generator: torch.Generator | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Weights `w ~ Beta(alpha, alpha)` of the given shape, float32."""
+    """Weights `w ~ Beta(alpha, alpha)` of the given shape, float32.
+
+    Examples:
+        >>> weight = sample_beta(0.75, (1_000, 1), generator=torch.Generator().manual_seed(0))
+        >>> weight.shape, bool(((weight >= 0) & (weight <= 1)).all())
+        (torch.Size([1000, 1]), True)
+    """
     if not 0.5 <= alpha <= 1e6:
         return _sample_beta_by_logarithms(alpha, shape, generator, device)
     # torch.distributions.Beta takes no generator; the draw beneath it does.
@@ -50,7 +56,13 @@ def sample_dirichlet(
     generator: torch.Generator | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Weights `[..., n]` from a symmetric Dirichlet distribution, float32; each n sum to one."""
+    """Weights `[..., n]` from a symmetric Dirichlet distribution, float32; each n sum to one.
+
+    Examples:
+        >>> weight = sample_dirichlet(0.75, (100, 11))
+        >>> torch.allclose(weight.sum(-1), torch.ones(100))
+        True
+    """
     # By logarithms, as above: gamma draws of a small alpha leave float32.
     concentration = torch.full(shape, alpha + 1.0, dtype=torch.float64, device=device)
     gamma = torch._standard_gamma(concentration, generator=generator)
@@ -62,6 +74,11 @@ def mix(anchor: Tensor, partner: Tensor, weight: Tensor) -> Tensor:
     """Convex combination `weight * anchor + (1 - weight) * partner`.
 
     `anchor` and `partner` are `[*B, ...]`, `weight` is `[*B, 1]`; 1 gives exactly the anchor.
+
+    Examples:
+        >>> anchor, partner = torch.tensor([[4.0, 0.0]]), torch.tensor([[0.0, 8.0]])
+        >>> mix(anchor, partner, torch.tensor([[0.25]]))
+        tensor([[1., 6.]])
     """
     if anchor.ndim != weight.ndim:
         weight = weight.reshape(weight.shape[:-1] + (1,) * (anchor.ndim - weight.ndim + 1))
@@ -72,6 +89,11 @@ def combine(rows: Tensor, weight: Tensor) -> Tensor:
     """Convex combinations of rows `[*B, n, ...]` by weights `[*B, n]`, `[*B, ...]`.
 
     Taken as a step from the first row, so that a weight of 1 for it gives exactly that row.
+
+    Examples:
+        >>> rows = torch.tensor([[[0.0, 0.0], [4.0, 0.0], [0.0, 8.0]]])
+        >>> combine(rows, torch.tensor([[0.5, 0.25, 0.25]]))
+        tensor([[1., 2.]])
     """
     dim = weight.ndim - 1
     first = rows.narrow(dim, 0, 1)
@@ -80,12 +102,22 @@ def combine(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def any_feature(flags: Tensor, batch_dims: int) -> Tensor:
-    """Boolean `[*B, ...]` to `[*B]`: whether any entry beyond the batch dimensions is true."""
+    """Boolean `[*B, ...]` to `[*B]`: whether any entry beyond the batch dimensions is true.
+
+    Examples:
+        >>> any_feature(torch.tensor([[True, False], [False, False]]), 1)
+        tensor([ True, False])
+    """
     return flags.flatten(batch_dims).any(-1) if flags.ndim > batch_dims else flags
 
 
 def all_finite(tensor: Tensor, batch_dims: int) -> Tensor:
-    """`[*B, ...]` to boolean `[*B]`: whether every entry is finite, and at most 1e37 in size."""
+    """`[*B, ...]` to boolean `[*B]`: whether every entry is finite, and at most 1e37 in size.
+
+    Examples:
+        >>> all_finite(torch.tensor([[1.0, 2.0], [1.0, torch.nan]]), 1)
+        tensor([ True, False])
+    """
     return ~any_feature(~(tensor.abs() <= _LARGEST), batch_dims)
 
 
@@ -96,6 +128,11 @@ def choose_neighbor(
 
     `anchor` is `[B]` positions, `neighbors` is `[B, k]` positions padded with -1 on the right.
     An anchor without neighbours is its own partner.
+
+    Examples:
+        >>> neighbors = torch.tensor([[4, -1, -1], [-1, -1, -1]])
+        >>> choose_neighbor(torch.tensor([7, 8]), neighbors)
+        tensor([4, 8])
     """
     column = torch.randint(
         neighbors.shape[-1], (len(anchor), 1), generator=generator, device=anchor.device
@@ -116,6 +153,10 @@ def choose_other(anchor: Tensor, count: int, *, generator: torch.Generator | Non
     """One of `0 .. count - 1` other than the anchor, uniformly; `anchor` is `[B]`.
 
     Anchors outside of that range exclude nothing. With no other to choose, -1.
+
+    Examples:
+        >>> choose_other(torch.tensor([0, 1]), 2), choose_other(torch.tensor([0]), 1)
+        (tensor([1, 0]), tensor([-1]))
     """
     inside = (anchor >= 0) & (anchor < count)
     choices = count - inside.long()
@@ -132,13 +173,22 @@ def pair_priorities(new: Tensor, old: Tensor, weight: Tensor) -> Tensor:
 
     `w * new + (1 - w) * old` for the anchor and `(1 - w) * new + w * old` for the partner, where
     `old` is `[B, 2]` and `weight` (w) is `[B]`: the larger part of the mix moves further.
+
+    Examples:
+        >>> pair_priorities(torch.tensor([8.0]), torch.tensor([[0.0, 0.0]]), torch.tensor([0.75]))
+        tensor([[6., 2.]])
     """
     share = torch.stack([weight, 1 - weight], -1)
     return torch.lerp(old, new.unsqueeze(-1).expand_as(old), share)
 
 
 def mean_by_position(index: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Distinct positions of `index` `[n]`, in order, and the mean of the values `[n]` at each."""
+    """Distinct positions of `index` `[n]`, in order, and the mean of the values `[n]` at each.
+
+    Examples:
+        >>> mean_by_position(torch.tensor([5, 2, 5]), torch.tensor([1.0, 4.0, 3.0]))
+        (tensor([2, 5]), tensor([4., 2.]))
+    """
     position, inverse, count = index.unique(return_inverse=True, return_counts=True)
     total = value.new_zeros(len(position)).index_add_(0, inverse, value)
     return position, total / count
@@ -148,6 +198,11 @@ def fingerprint(numbers: Tensor) -> Tensor:
     """`[n, d]` numbers to `[n]` int64: equal rows of one dtype give equal ones.
 
     Zero and minus zero are equal. Different rows differ, but for a chance of about 1 in 2**64.
+
+    Examples:
+        >>> first, second, third = fingerprint(torch.tensor([[0.0, 1.0], [-0.0, 1.0], [0.0, 2.0]]))
+        >>> bool(first == second), bool(first == third)
+        (True, False)
     """
     return torch.cat([_fingerprint(part) for part in numbers.split(_CHUNK)])
 

@@ -550,3 +550,17 @@ def test_losses_and_targets_are_those_of_torchrl_and_errors_are_averaged(algorit
     else:  # and here only the largest
         assert (found[True, "errors"] <= found[False, "errors"]).all()
         assert (found[True, "errors"] < found[False, "errors"]).any()
+
+
+@pytest.mark.parametrize(("ratio", "advised"), [(20, True), (1, False)])
+def test_a_long_run_is_told_what_would_shorten_it(ratio, advised, tmp_path, capsys):
+    options = [f"replay_ratio={ratio}", "logger=none", f"run_dir={tmp_path / 'run'}"]
+    with Run(make_config("td3", *options)) as run:
+        run.count(1, {})
+        since, first = run._first_update
+        run._first_update = since - 1_000, first  # the 400 updates took so many seconds
+        run.updates += 400
+        run.count(2, {})
+    told = capsys.readouterr().err
+    assert "to go on this machine" in told
+    assert ("replay_ratio=1" in told) == advised

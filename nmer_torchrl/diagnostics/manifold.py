@@ -28,6 +28,13 @@ class ManifoldError:
         reward: `[n]`, float64: of the reward. NaN in the same rows.
         dimensions: `[n, d]`: the same for each dimension of the next observation, with its sign.
         floor: That of the unmixed anchors, if they were given.
+
+    Examples:
+        >>> import torch
+        >>> state = torch.tensor([0.1, 0.3, torch.nan], dtype=torch.float64)
+        >>> error = ManifoldError(state, reward=state / 2, dimensions=state.unsqueeze(-1))
+        >>> error
+        ManifoldError(rows=3, left_out=1, mean_state=0.2, mean_reward=0.1)
     """
 
     state: Tensor

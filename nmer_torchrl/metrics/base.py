@@ -14,7 +14,17 @@ from nmer_torchrl.neighbors import NeighborSearch, PointTable
 
 
 class View(Protocol):
-    """Distances under the statistics of one moment. It never changes, so any thread may use it."""
+    """Distances under the statistics of one moment. It never changes, so any thread may use it.
+
+    Examples:
+        >>> from nmer_torchrl.metrics import Euclidean
+        >>> space = Euclidean().open("torch", 1, {"observation": 1}, torch.device("cpu"))
+        >>> points = torch.tensor([[0.0], [2.0]])  # standard deviation 1
+        >>> space.replace(torch.tensor([0, 1]), points, points[:0])
+        >>> view = space.view()
+        >>> view.distances(points[0], points[1])
+        tensor(2., dtype=torch.float64)
+    """
 
     def embed(self, points: Tensor) -> Tensor:
         """Points `[..., d]` to where their Euclidean distance is the metric's, float64."""
@@ -26,7 +36,17 @@ class View(Protocol):
 
 
 class Space(Protocol):
-    """The points stored now and the statistics of a metric over them, with a search."""
+    """The points stored now and the statistics of a metric over them, with a search.
+
+    Examples:
+        >>> from nmer_torchrl.metrics import Euclidean
+        >>> space = Euclidean().open("torch", 1, {"observation": 1}, torch.device("cpu"))
+        >>> points = torch.tensor([[0.0], [1.0], [5.0]])
+        >>> space.replace(torch.arange(3), points, points[:0])
+        >>> space.query(torch.tensor([0, 2]), k=2)
+        tensor([[1, 2],
+                [1, 0]])
+    """
 
     search: NeighborSearch
     table: PointTable  # the points as they were read
@@ -56,7 +76,17 @@ class Space(Protocol):
 
 
 class Metric(ABC):
-    """How far apart two rows are, by their entries under a sampler's `keys`."""
+    """How far apart two rows are, by their entries under a sampler's `keys`.
+
+    Examples:
+        >>> from nmer_torchrl.metrics import Euclidean
+        >>> class ByAction(Euclidean):  # NMER's own, in which the action counts twice
+        ...     def __init__(self):
+        ...         super().__init__(weights={"action": 2.0})
+        >>> from nmer_torchrl import NeighborPairSampler
+        >>> NeighborPairSampler(metric=ByAction()).metric
+        ByAction(weights={'action': 2.0})
+    """
 
     feature: Callable[[TensorDictBase], Tensor] | None = None  # rows to points, if not their keys
 

@@ -33,7 +33,15 @@ SEARCHES: dict[str, Callable[[int], NeighborSearch]] = {
 
 
 def check_search(search: str | NeighborSearch) -> None:
-    """Raises if `search` neither names a search nor is one."""
+    """Raises if `search` neither names a search nor is one.
+
+    Examples:
+        >>> check_search("graph")
+        >>> check_search("kdtree")
+        Traceback (most recent call last):
+        ...
+        ValueError: Unknown search 'kdtree'; the known ones are auto, graph, keops, torch, faiss.
+    """
     if isinstance(search, str):
         known = ["auto", *SEARCHES]
         if search not in known:
@@ -49,6 +57,11 @@ def make_search(search: str | NeighborSearch, k: int, device: torch.device) -> N
     """The search of that name for k neighbours among points on that device.
 
     `"auto"` is KeOps on CUDA and the graph elsewhere. An object is returned as it is.
+
+    Examples:
+        >>> import torch
+        >>> type(make_search("auto", 10, torch.device("cpu"))).__name__
+        'NeighborGraph'
     """
     check_search(search)
     if not isinstance(search, str):

@@ -14,6 +14,23 @@ class NeighborSearch(Protocol):
 
     Any object with these three methods can be given to a sampler as `search`. One that also takes
     a scale `[g, d]`, for nearest by the product of g such norms, says so by `products = True`.
+
+    Examples:
+        >>> from nmer_torchrl import NeighborPairSampler
+        >>> class FirstOthers:  # whoever stands first: no neighbours, but the right form
+        ...     def write(self, index, points):
+        ...         self.size = int(index.max()) + 1
+        ...
+        ...     def query(self, index, k, scale):
+        ...         others = torch.arange(k).expand(len(index), k)
+        ...         return others + (others >= index.unsqueeze(-1))
+        ...
+        ...     def clear(self):
+        ...         self.size = 0
+        >>> isinstance(FirstOthers(), NeighborSearch)
+        True
+        >>> NeighborPairSampler(k=3, search=FirstOthers())
+        NeighborPairSampler(k=3, keys=('observation', 'action'))
     """
 
     def write(self, index: Tensor, points: Tensor) -> None:
@@ -48,6 +65,13 @@ class PointTable:
     The table keeps the dtype (float32 or float64) and device of the first points it is given, and
     grows as positions demand. `points` is zero where `valid` is false. Copies and pickles are
     empty: the points belong to a storage, from which they are read again.
+
+    Examples:
+        >>> table = PointTable()
+        >>> table.write(torch.tensor([2, 0]), torch.tensor([[1.0, 2.0], [torch.nan, 3.0]]))
+        >>> points, valid = table.rows()
+        >>> points.tolist(), valid.tolist()
+        ([[0.0, 0.0], [0.0, 0.0], [1.0, 2.0]], [False, False, True])
     """
 
     def __init__(self) -> None:

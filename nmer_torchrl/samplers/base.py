@@ -107,7 +107,32 @@ class FollowingSampler(LockedSampler):
 
 
 class PairSampler(FollowingSampler):
-    """Uniform anchors, each with a partner; a subclass says how partners are chosen."""
+    """Uniform anchors, each with a partner; a subclass says how partners are chosen.
+
+    Examples:
+        >>> class WithTheNext(PairSampler):  # whoever stands in the next position
+        ...     def __init__(self):
+        ...         super().__init__(StoredRows(["observation", "action"], []))
+        ...
+        ...     def _synchronize(self, storage):
+        ...         for index, points in self._rows.changes(storage):
+        ...             pass  # a method that keeps count of points does it here
+        ...
+        ...     def _partners(self, anchor):
+        ...         return (anchor + 1) % self.stored
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+        >>> buffer = TensorDictReplayBuffer(
+        ...     storage=LazyTensorStorage(4), sampler=WithTheNext(), batch_size=8
+        ... )
+        >>> rows = TensorDict(
+        ...     observation=torch.randn(4, 3), action=torch.randn(4, 1), batch_size=[4]
+        ... )
+        >>> _ = buffer.extend(rows)
+        >>> anchor, partner = buffer.sample()["index"].unbind(-1)
+        >>> bool((partner == (anchor + 1) % 4).all())
+        True
+    """
 
     @abstractmethod
     def _partners(self, anchor: Tensor) -> Tensor:

@@ -19,7 +19,14 @@ from nmer_torchrl.transforms.schedules import Schedule, check_share
 
 
 class Gate(Protocol):
-    """Which anchors may be mixed with their partners."""
+    """Which anchors may be mixed with their partners.
+
+    Examples:
+        >>> from nmer_torchrl import PairMixup
+        >>> def both_rewarded(batch, generator):
+        ...     return (batch["next", "reward"] > 0).flatten(1).all(-1)
+        >>> fold = PairMixup(0.75, gates=[both_rewarded])
+    """
 
     def __call__(self, batch: TensorDictBase, generator: torch.Generator | None) -> Tensor:
         """Rows `[*B, 1 + m]`, the anchor first, to boolean `[*B]`; true where they may be mixed."""
@@ -27,7 +34,13 @@ class Gate(Protocol):
 
 
 class Geometry(Protocol):
-    """What measures rows under the metric of a neighbour sampler, such as the sampler itself."""
+    """What measures rows under the metric of a neighbour sampler, such as the sampler itself.
+
+    Examples:
+        >>> from nmer_torchrl import DistanceCap, NeighborPairSampler
+        >>> sampler = NeighborPairSampler(k=10)  # is one
+        >>> cap = DistanceCap(sampler, limit=2.0)
+    """
 
     def embed(self, batch: TensorDictBase) -> Tensor:
         """Rows `[*B]` to points `[*B, f]` whose Euclidean distance is the metric's."""

@@ -7,7 +7,12 @@ from typing import Protocol
 
 
 class Schedule(Protocol):
-    """A share of rows, from the number of rows drawn so far."""
+    """A share of rows, from the number of rows drawn so far.
+
+    Examples:
+        >>> from nmer_torchrl import Fraction, PairMixup
+        >>> fold = PairMixup(0.75, gates=[Fraction(lambda drawn: 1.0 if drawn < 1e6 else 0.5)])
+    """
 
     def __call__(self, drawn: int) -> float:
         """The share, from 0 to 1."""

@@ -189,10 +189,11 @@ class Run:
         frames_left = self.cfg.total_frames - frames
         seconds = frames_left * self.cfg.replay_ratio / rate
         if seconds >= _LONG:
+            fewer = "replay_ratio=1, " if self.cfg.replay_ratio > 1 else ""
             self.bar.write(
                 f"About {duration(seconds)} to go on this machine: {frames_left:,} frames with "
                 f"{self.cfg.replay_ratio} updates each at {rate:.0f} updates/s. To shorten it: "
-                "replay_ratio=1, a smaller total_frames, or device=cuda where there is one. "
+                f"{fewer}a smaller total_frames, or device=cuda where there is one. "
                 "It can be stopped by Ctrl-C and continued by resume=auto.",
                 file=sys.stderr,
             )

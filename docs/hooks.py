@@ -1,0 +1,31 @@
+"""What the site needs beyond its pages: two files of the root, and equations without a script."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+_EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    """Changelog and contributing guide are pages, too, without being copied."""
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
+        files.append(File.generated(config, name.lower(), abs_src_path=str(ROOT / name)))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """LaTeX to MathML, which browsers show by themselves."""
+    return _EQUATION.sub(
+        lambda found: convert(
+            unescape(found[2]), display="inline" if found[1] == "span" else "block"
+        ),
+        html,
+    )

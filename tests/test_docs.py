@@ -1,0 +1,288 @@
+"""What README and pages say: code runs, commands are real, nothing public goes without a word."""
+
+import argparse
+import importlib
+import inspect
+import io
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
+import types
+import warnings
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from test_recipe_parts import RECIPES, _only_the_recipes_configs, make_config  # noqa: F401
+from test_reproduce import expand
+
+import nmer_torchrl
+
+from common.runs import COLUMNS  # isort: skip
+
+ROOT = RECIPES.parent
+
+
+def pages() -> list[Path]:
+    """README, contributing guide and docs, without what recipes write there."""
+    written = {ROOT / "docs" / folder for folder in ("manifold", "report")}
+    found = [path for path in (ROOT / "docs").rglob("*.md") if path.parent not in written]
+    return sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *found])
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [p for p in pages() if blocks(p, "python")], ids=name)
+def test_code_runs_as_printed(page, tmp_path, monkeypatch):
+    code = "\n".join(blocks(page, "python"))
+    if "import minari" in code:
+        pytest.importorskip("minari")
+        pytest.importorskip("h5py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+    module = types.ModuleType("page")  # functions of a page are looked up there when pickled
+    monkeypatch.setitem(sys.modules, "page", module)
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        exec(compile(code, str(page), "exec"), vars(module))
+
+
+# ---------------------------------------------------------------------------------------- commands
+# In `sh` blocks every command is one of ours; `bash` blocks are for a system and are parsed only.
+
+ECHO = "{0}() {{ printf '%s' {0} >&3; printf ' %q' \"$@\" >&3; echo >&3; }}"
+STUBS = "\n".join(ECHO.format(word) for word in ("python", "make", "pip", "wandb", "sh"))
+
+
+def commands(page: Path) -> list[list[str]]:
+    """What a shell would run of a page, word by word."""
+    script = "\n".join(["exec 3>&1 1>/dev/null", STUBS, "PATH=", *blocks(page, "sh")])
+    shell = ["bash", "-e", "-u", "-o", "pipefail", "-c", script]
+    result = subprocess.run(shell, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return [shlex.split(line) for line in result.stdout.splitlines()]
+
+
+class Parsed(Exception):  # noqa: N818
+    """The script has read its arguments without complaint."""
+
+
+def check_script(path: Path, arguments: list[str], monkeypatch) -> None:
+    """Has a script read its arguments, and stops it there."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self, given=None, namespace=None):
+        parse(self, given, namespace)
+        raise Parsed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+        patch.setattr(sys, "argv", [str(path), *arguments])
+        patch.syspath_prepend(str(path.parent))
+        patch.syspath_prepend(str(RECIPES))
+        with pytest.raises(Parsed):
+            runpy.run_path(str(path), run_name="__main__")
+
+
+def check_recipe(recipe: str, arguments: list[str]) -> None:
+    """Composes runs that a command of a recipe makes, until each of its values has been in one."""
+    overrides = [word for word in arguments if word not in ("-m", "--cfg", "job")]
+    seen: set[str] = set()
+    for _, run in expand([shlex.join(["python", f"recipes/{recipe}.py", "-m", *overrides])]):
+        if not (seen and seen >= set(run)):
+            OmegaConf.resolve(make_config(recipe, *run))
+            seen |= set(run)
+
+
+def check_python(words: list[str], monkeypatch) -> None:
+    if words[:2] == ["-m", "pytest"]:
+        assert all((ROOT / word).exists() for word in words[2:] if "/" in word or word == "tests")
+        return
+    path = ROOT / words[0]
+    assert path.exists(), f"there is no {words[0]}"
+    if path.stem in ("sac", "td3", "manifold"):
+        check_recipe(path.stem, words[1:])
+    else:
+        check_script(path, words[1:], monkeypatch)
+
+
+def check_make(words: list[str]) -> None:
+    targets = re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert words[0] in targets
+    for word in words[1:]:
+        variable, _, arguments = word.partition("=")
+        assert (words[0], variable) == ("train", "ARGS")
+        check_recipe("sac", ["env=Walker2d", *shlex.split(arguments)])
+
+
+def check_pip(words: list[str]) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert words[0] == "install"
+    for extra in re.findall(r"^\.\[(.*)\]$", words[-1]):
+        assert set(extra.split(",")) <= extras["optional-dependencies"].keys()
+
+
+def check_wandb(words: list[str]) -> None:
+    assert words[0] in ("login", "sweep", "agent")
+    for word in words:
+        assert not word.endswith(".yaml") or (ROOT / word).exists()
+
+
+@pytest.mark.parametrize("page", [p for p in pages() if blocks(p, "sh")], ids=name)
+def test_commands_are_real(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = commands(page)
+    assert found
+    for program, *words in found:
+        if program == "python":
+            check_python(words, monkeypatch)
+        elif program != "sh":  # what it is given is checked elsewhere
+            {"make": check_make, "pip": check_pip, "wandb": check_wandb}[program](words)
+
+
+def test_a_command_that_is_not_real_is_found(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for wrong in ("recipes/sac.py env=Hoper", "recipes/td3.py replay.kk=3", "recipes/missing.py"):
+        with pytest.raises(Exception, match=r"Hoper|kk|missing"):
+            check_python(shlex.split(wrong), monkeypatch)
+    with pytest.raises(SystemExit):
+        check_python(["recipes/report.py", "runs", "--att", "3"], monkeypatch)
+
+
+@pytest.mark.parametrize("page", [p for p in pages() if blocks(p, "bash")], ids=name)
+def test_blocks_for_a_system_parse(page):
+    for block in blocks(page, "bash"):
+        subprocess.run(["bash", "-n"], input=block, text=True, check=True, capture_output=True)
+
+
+def test_every_block_is_of_a_known_kind():
+    known = {"python", "sh", "bash", "diff", "text", "bibtex"}
+    for page in pages():
+        fences = re.findall(r"^ *```(.*)$", page.read_text(), re.MULTILINE)
+        assert set(fences[::2]) <= known, name(page)
+        assert set(fences[1::2]) <= {""}, name(page)
+
+
+# ------------------------------------------------------------------------------------------- words
+
+
+@pytest.mark.parametrize("page", pages(), ids=name)
+def test_links_lead_somewhere(page):
+    """From page to page as files; on the site mkdocs checks the rest."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"(?:\]\(|src(?:set)?=\")([^)\s\"]+)", text):
+        if not re.match(r"[a-z]+:|#", link):
+            target = (page.parent / link.partition("#")[0]).resolve()
+            assert target.exists(), link
+
+
+def first_column(page: Path, heading: str) -> list[str]:
+    """Code words in the first column of the tables with that heading there."""
+    rows = re.findall(
+        rf"^\| {heading} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE
+    )
+    return re.findall(r"^\| `([^`]+)` \|", "".join(rows), re.MULTILINE)
+
+
+def choices(group: str) -> set[str]:
+    return {path.stem for path in (RECIPES / "conf" / group).glob("*.yaml")}
+
+
+def test_the_recipes_page_has_every_setting():
+    groups = ("env", "replay", "logger", "collector")
+    real = {key for recipe in ("sac", "td3") for key in make_config(recipe)} - set(groups)
+    for group in groups:
+        for choice in choices(group):
+            keys = OmegaConf.load(RECIPES / "conf" / group / f"{choice}.yaml")
+            real |= {f"{group}.{key}" for key in keys}
+    assert sorted(first_column(ROOT / "docs" / "recipes.md", "key")) == sorted(real)
+
+
+def test_the_recipes_page_has_every_choice_of_a_group():
+    page = ROOT / "docs" / "recipes.md"
+    groups = re.findall(
+        r"^\| `(env|replay|logger|collector)` \|[^|]*\|(.*)\|$", page.read_text(), re.M
+    )
+    assert len(groups) == 4
+    for group, text in groups:
+        assert set(re.findall(r"`([^`]+)`", text)) == choices(group)
+
+
+def test_the_recipes_page_has_every_metric():
+    assert first_column(ROOT / "docs" / "recipes.md", "logged") == list(COLUMNS)
+
+
+PARTS = ("buffers", "configs", "diagnostics", "functional", "metrics", "neighbors", "samplers")
+
+
+def public_names() -> list[tuple[str, object]]:
+    """Dotted names of all that is public, and what they stand for."""
+    found = [(f"nmer_torchrl.{n}", getattr(nmer_torchrl, n)) for n in nmer_torchrl.__all__]
+    for part in (*PARTS, "transforms"):
+        module = importlib.import_module(f"nmer_torchrl.{part}")
+        own = [
+            n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__
+        ]
+        names = getattr(module, "__all__", [n for n in own if not n.startswith("_")])
+        found += [(f"{module.__name__}.{n}", getattr(module, n)) for n in names]
+    return found
+
+
+def test_every_public_name_has_an_example():
+    objects = [(n, v) for n, v in public_names() if inspect.isclass(v) or inspect.isfunction(v)]
+    assert len(objects) > 80
+    assert not [n for n, v in objects if ">>> " not in (v.__doc__ or "")]
+
+
+def test_every_public_name_is_in_the_reference():
+    text = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    named = set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
+    objects = {
+        id(v): n for n, v in public_names() if n.split(".")[1] not in ("configs", "functional")
+    }
+    shown = {
+        id(getattr(importlib.import_module(n.rpartition(".")[0]), n.rpartition(".")[2]))
+        for n in named
+    }
+    assert not [n for key, n in objects.items() if key not in shown]
+
+
+# -------------------------------------------------------------------------------------------- site
+
+
+def test_the_script_draws_every_figure(tmp_path):
+    figures = runpy.run_path(str(ROOT / "docs" / "figures.py"))
+    figures["main"](["--out", str(tmp_path)])
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert drawn.keys() == {path.name for path in (ROOT / "docs" / "figures").iterdir()}
+    assert all("<svg" in text for text in drawn.values())
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    build = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "-d",
+        tmp_path / "site",
+    ]
+    environment = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert not re.search("WARNING|ERROR", result.stderr)
+    assert (tmp_path / "site" / "index.html").exists()
