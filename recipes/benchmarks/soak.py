@@ -141,7 +141,7 @@ def bench_million(args: argparse.Namespace) -> list[dict[str, Any]]:
     for _ in tqdm(range(args.rows // 1_000), desc="rows", unit="thousand", mininterval=1):
         buffer.extend(next(rows))
         buffer.sampler.neighbors(buffer.storage, torch.empty(0, dtype=torch.int64))
-    filled, highest = resident(), peak()
+    filled = resident()
     for i in tqdm(range(args.batches), desc="samples", mininterval=1):
         if i % 10 == 9:
             buffer.extend(next(rows)[:1])
@@ -162,9 +162,8 @@ def bench_million(args: argparse.Namespace) -> list[dict[str, Any]]:
             **{f"{name} bytes per row": size / n for name, size in counted.items()},
             "counted MB": sum(counted.values()) / 1e6,
             "resident MB, filled": (filled - before) / 1e6,
-            "peak MB, filled": (highest - before) / 1e6,
             "resident MB, sampled": (resident() - before) / 1e6,
-            "peak MB, sampled": (peak() - before) / 1e6,
+            "peak MB": (peak() - before) / 1e6,
             "process at first MB": before / 1e6,
         }
     ]
