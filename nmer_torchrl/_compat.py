@@ -6,6 +6,7 @@ Each function here has a canary test that fails when a release changes what it t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +25,12 @@ from torchrl.envs.transforms import Compose, Transform
 def revision(storage: Storage) -> int:
     """A number that grows with each write to the storage, from whichever process."""
     return int(storage._mutation_revision)
+
+
+def revision_lock(storage: Storage) -> AbstractContextManager[Any]:
+    """The lock, shared by processes and reentrant, under which the revision grows."""
+    counter: Any = storage._mutation_revision_value
+    return nullcontext() if torch.is_tensor(counter) else counter.get_lock()
 
 
 def entries(storage: TensorStorage) -> TensorDictBase | None:

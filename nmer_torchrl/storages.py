@@ -15,8 +15,10 @@ class PairStorage(LazyTensorStorage):
     """A `LazyTensorStorage` that reads the `[B, 2]` positions of a pair sampler faster.
 
     What it returns is the same. Each entry is gathered by `index_select`, all anchors first and
-    then all partners, which leaves both contiguous for the fold. `make_replay_buffer` uses it
-    unless it is given a storage.
+    then all partners, which leaves both contiguous for the fold. Rows are read and written under a
+    lock that processes share, so that none is read while `buffer[i] = row`, which takes no such
+    lock, writes it in another process. `make_replay_buffer` uses this storage unless it is given
+    one.
 
     Examples:
         >>> import torch
@@ -31,11 +33,17 @@ class PairStorage(LazyTensorStorage):
 
     def get(self, index: Any) -> Any:
         """Reads the rows at these positions."""
-        if isinstance(index, Tensor) and index.ndim == 2 and len(self):
-            data = _compat.entries(self)
-            if type(data) is TensorDict:
-                return _read_pairs(data, index.T)
-        return super().get(index)
+        with _compat.revision_lock(self):
+            if isinstance(index, Tensor) and index.ndim == 2 and len(self):
+                data = _compat.entries(self)
+                if type(data) is TensorDict:
+                    return _read_pairs(data, index.T)
+            return super().get(index)
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Writes rows to these positions."""
+        with _compat.revision_lock(self):
+            super().set(cursor, data, set_cursor=set_cursor)
 
 
 def _read_pairs(data: TensorDict, index: Tensor) -> TensorDictBase:

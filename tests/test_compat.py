@@ -3,6 +3,7 @@
 import ast
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,6 +39,16 @@ def test_revision_grows_by_one_with_each_write():
     state = buffer.storage.state_dict()
     buffer.storage.load_state_dict(state)
     assert _compat.revision(buffer.storage) > seen[-1]
+
+
+def test_the_lock_of_the_revision_is_one_that_processes_share_and_reentrant():
+    storage = LazyTensorStorage(20)
+    with _compat.revision_lock(storage), _compat.revision_lock(storage):
+        storage.set(torch.arange(5), make_transitions(5))
+        with ThreadPoolExecutor(1) as another:
+            assert not another.submit(_compat.revision_lock(storage).acquire, False).result()
+    with _compat.revision_lock(LazyTensorStorage(20, compilable=True)):
+        pass
 
 
 def test_entries_are_the_stored_tensors():

@@ -6,7 +6,10 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from multiprocessing.process import BaseProcess
 
 import pytest
 import torch
@@ -162,7 +165,7 @@ def assert_nothing_lost(buffer: TensorDictReplayBuffer, written: dict[int, int])
     assert len(serial) == CAPACITY
 
 
-def _write_from_outside(buffer, writer, stop, counts) -> None:
+def _extend(buffer, writer, stop, counts) -> None:
     torch.set_num_threads(1)
     written = 0
     while not stop.is_set():
@@ -173,27 +176,54 @@ def _write_from_outside(buffer, writer, stop, counts) -> None:
     counts[writer] = written
 
 
-@pytest.mark.parametrize("storage", [None, LazyMemmapStorage])
-def test_two_processes_write_while_this_one_samples(storage, soak, processes):
-    buffer = make_buffer(storage)
-    buffer.share()
-    buffer.extend(make_rows(torch.arange(CAPACITY)))
-    stop, counts = processes.Event(), processes.Array("q", 3)
-    counts[0] = CAPACITY
+def _replace(buffer, writer, stop, counts) -> None:
+    torch.set_num_threads(1)
+    half = CAPACITY // 2  # of the ring belongs to this writer
+    while not stop.is_set():
+        serial = writer * _WRITER + int(counts[writer]) + torch.arange(16)
+        buffer[serial % half + (writer - 1) * half] = make_rows(serial)
+        counts[writer] += 16
+
+
+@contextmanager
+def two_writers(processes, write, buffer, counts) -> Iterator[list[BaseProcess]]:
+    """Two processes that write until the end, and then tell how many rows."""
+    stop = processes.Event()
     writers = [
-        processes.Process(target=_write_from_outside, args=(buffer, writer, stop, counts))
-        for writer in (1, 2)
+        processes.Process(target=write, args=(buffer, writer, stop, counts)) for writer in (1, 2)
     ]
     for process in writers:
         process.start()
     try:
-        sample_beside(buffer, BATCHES * soak, lambda: all(p.is_alive() for p in writers))
+        yield writers
     finally:
         stop.set()
         for process in writers:
             process.join()
     assert [process.exitcode for process in writers] == [0, 0]
+
+
+@pytest.mark.parametrize("storage", [None, LazyMemmapStorage])
+def test_two_processes_extend_while_this_one_samples(storage, soak, processes):
+    buffer, counts = make_buffer(storage), processes.Array("q", 3)
+    buffer.share()
+    buffer.extend(make_rows(torch.arange(CAPACITY)))
+    counts[0] = CAPACITY
+    with two_writers(processes, _extend, buffer, counts) as writers:
+        sample_beside(buffer, BATCHES * soak, lambda: all(each.is_alive() for each in writers))
     assert_nothing_lost(buffer, dict(enumerate(counts)))
+
+
+def test_two_processes_replace_rows_while_this_one_samples(soak, processes):
+    buffer, counts = make_buffer(), processes.Array("q", 3)
+    buffer.share()
+    buffer.extend(make_rows(torch.arange(CAPACITY)))
+    with two_writers(processes, _replace, buffer, counts) as writers:
+        batches = 0
+        while batches < BATCHES * soak or min(counts[1:]) < 4 * CAPACITY:
+            assert all(each.is_alive() for each in writers)
+            batches += 1
+            check_together(buffer.sample())
 
 
 def sample_beside(buffer: TensorDictReplayBuffer, batches: int, alive) -> None:

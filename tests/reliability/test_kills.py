@@ -107,6 +107,7 @@ def kill_while_writing(process: BaseProcess, directory: Path, drafts: int) -> No
         begun = now not in (None, left)
         drafts -= begun and not writing
         writing = begun
+        time.sleep(0.0005)
     process.kill()
     process.join()
 
