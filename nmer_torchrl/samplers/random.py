@@ -19,7 +19,7 @@ from nmer_torchrl.samplers.base import PairSampler
 class RandomPairSampler(PairSampler):
     """Pairs a uniform anchor with any other stored row, uniformly: Mixup without a neighbourhood.
 
-    Rows with a non-finite entry are never partners.
+    Rows with a non-finite entry are never partners, and have none.
 
     Keyword Args:
         keys: Entries that a transform mixes, and that must be finite in a partner.
@@ -52,7 +52,7 @@ class RandomPairSampler(PairSampler):
             rank = torch.where(positions[anchor], positions.cumsum(0)[anchor] - 1, -1)
             chosen = choose_other(rank, int(positions.sum()), generator=generator)
             usable = torch.cat([positions.nonzero().squeeze(1), anchor.new_tensor([-1])])
-            partner = usable[chosen]
+            partner = torch.where(positions[anchor], usable[chosen], -1)
         return torch.where(partner >= 0, partner, anchor)
 
     def _synchronize(self, storage: Storage) -> None:

@@ -112,7 +112,7 @@ def _right_partners(kind: str, index: Tensor, stored: Stored, buffer, newest: in
         assert_equal(partner, torch.where(expected < 0, anchor, expected))
         return 1.0
     if kind in ("mixup", "mixreg"):
-        assert (none == (others == 0)).all()
+        assert (none == ((others == 0) | ~stored.usable[anchor])).all()
         return 1.0
     # Of k places, those are empty for which there is no other row; a pair has none only then.
     k = buffer.sampler.k
@@ -133,7 +133,7 @@ def _check_pairs(kind: str, batch: TensorDictBase, stored: Stored) -> None:
     pair, finite = stored.rows[index], stored.finite[index].all(1)
     assert ((weight >= 0) & (weight <= 1)).all()
     alone = weight.squeeze(1) == 1
-    assert alone[~finite].all() or kind == "interpolated_rewards"  # which mixes one entry
+    assert (alone | (index[:, 0] == index[:, 1]))[~finite].all()
     keys = {"mixreg": MIX_KEYS[:2], "interpolated_rewards": (REWARD,)}.get(kind, MIX_KEYS)
     if kind == "mixreg":
         member = batch["mixup_member"].squeeze(1)

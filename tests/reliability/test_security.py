@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import make_transitions
+from omegaconf import OmegaConf
 from soak import SOAK
 from test_recipe_parts import _only_the_recipes_configs, make_config  # noqa: F401
 from test_recipes import RECIPES, SMALL, command, environment
@@ -20,7 +21,7 @@ from nmer_torchrl.buffers import KINDS
 
 from common import checkpoint, directories, experience  # isort: skip
 from common.errors import UsageError  # isort: skip
-from reporting.read import BadRunError, find_runs, read_directory  # isort: skip
+from reporting.read import BadRunError, find_runs, make_run, read_directory  # isort: skip
 
 sys.path.append(str(RECIPES / "benchmarks"))  # where its scripts find one another
 import graph
@@ -144,6 +145,14 @@ def test_configs_of_run_directories_are_not_resolved(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"seed=\$\{oc.env:SECRET\}") as error:
         directories.find_directory(make_config("td3", f"resume={run}"))
     assert "s3cret" not in str(error.value)
+
+
+def test_results_from_the_network_are_numbers_or_left_out(payload):
+    code = f"__import__('os').mkdir({str(payload.marker)!r})"
+    cfg = OmegaConf.to_container(make_config("td3"), resolve=True)
+    for value in (code, payload, [1.0], {"value": 1.0}):
+        with pytest.raises(BadRunError, match="no number"):
+            make_run("run", cfg, [{"frames": 1, "eval/return": value}])
 
 
 # -- network and secrets ---------------------------------------------------------------------------
