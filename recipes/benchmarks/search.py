@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from measure import make_clusters, make_rows, median_seconds, recall, side_by_side, write_table
 from torch import Tensor
-from torchrl.data import LazyTensorStorage
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from tqdm import tqdm
 
 from nmer_torchrl import PairStorage, RunningStandardizer, make_replay_buffer
@@ -76,11 +76,7 @@ def bench_sample(args: argparse.Namespace) -> list[dict[str, Any]]:
             storages = {"nmer": pairs, "nmer, plain storage": plain}
             if n * d > _MANY:
                 del storages["nmer, plain storage"]
-            buffers = {
-                "uniform": make_replay_buffer(
-                    "uniform", capacity=n, batch_size=BATCH, storage=plain
-                )
-            }
+            buffers = {"uniform": TensorDictReplayBuffer(storage=plain, batch_size=BATCH)}
             buffers["uniform"].extend(rows)
             pairs.set(torch.arange(n), rows)
             del rows

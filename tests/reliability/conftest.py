@@ -5,6 +5,7 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 
 import pytest
+from soak import soak as times
 from torch import multiprocessing
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -13,8 +14,8 @@ sys.path.insert(0, str(RECIPES))
 
 @pytest.fixture(scope="session")
 def soak() -> int:
-    """How many times longer than in CI the tests run: `NMER_SOAK`, 1 unless set."""
-    return int(os.environ.get("NMER_SOAK") or 1)
+    """How many times longer than in CI the tests run, at least 1."""
+    return times(1)
 
 
 @pytest.fixture(scope="session")
