@@ -64,7 +64,7 @@ def make_gates(
             "density": lambda **given: DensityFraction(_counts(sampler), **given),
         }
         gates.append(Fraction(_named("fraction", fraction, known)))
-    elif fraction != 1:
+    elif not isinstance(fraction, (int, float)) or fraction != 1:
         gates.append(Fraction(fraction))
     return gates
 
@@ -131,6 +131,8 @@ def _named(name: str, option: Any, known: Mapping[str, Callable[..., Any]]) -> A
 
 def check_tuned(given: Mapping[str, Any]) -> None:
     """Raises if alpha is to be tuned along with what that does not go with."""
+    if not isinstance(given.get("tuned", False), bool):
+        raise TypeError(f"tuned={given['tuned']!r}, but it is True or False.")
     for name in ("interpolation", "fraction"):
         if given.get("tuned") and given.get(name) not in (None, "beta", 1):
             raise ValueError(

@@ -117,7 +117,10 @@ class CheckedPrioritizedSampler(PrioritizedSampler):
 
     def _as_priority(self, priority: float | Tensor) -> Tensor:
         """As float32, or an error if they are none."""
-        priority = torch.as_tensor(priority).detach().to(self.dtype)
+        priority = torch.as_tensor(priority).detach()
+        if priority.is_complex():
+            raise TypeError(f"A priority is a real number, but {priority.dtype} was given.")
+        priority = priority.to(self.dtype)
         # The sum of what they are raised to, over all rows, must be finite, too.
         limit = (_FLOAT32.max / self.max_size) ** (1 / max(self.alpha, 1.0))
         good = (priority >= 0) & (priority <= limit)

@@ -204,16 +204,17 @@ def assert_no_secret(folder: Path, result: subprocess.CompletedProcess) -> int:
     return len(files)
 
 
-def test_importing_the_package_connects_to_nothing_and_the_guard_would_see_it(tmp_path):
+def test_the_guard_sees_a_connection(tmp_path):
     variables = guarded(tmp_path / "guard")
-    code = "import nmer_torchrl, socket; socket.create_connection(('127.0.0.1', 9))"
+    code = "import socket; socket.create_connection(('127.0.0.1', 9))"
     result = start([sys.executable, "-c", code], tmp_path, **variables)
     assert "RuntimeError: no network" in result.stderr
-    assert len((tmp_path / "guard" / "log").read_text().splitlines()) == 1  # ours
+    assert len((tmp_path / "guard" / "log").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("logger", ["csv", "none"] if SOAK > 1 else ["csv"])
 def test_a_run_without_a_logger_of_the_network_connects_to_nothing(tmp_path, logger):
+    """Nor does importing the package, which is part of it."""
     variables, folder = guarded(tmp_path / "guard"), tmp_path / "work"
     folder.mkdir()
     arguments = command("td3", *RUN, f"logger={logger}", "run_dir=run")
