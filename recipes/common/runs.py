@@ -98,7 +98,6 @@ class Run:
         self._marked_clock = dict(self.clock.seconds)
         self._first_update: tuple[float, int] | None = None
         self._told = False
-        self._complete = False  # whether all rows are in the file
         self._logger: Logger | None = None
 
     def __enter__(self) -> Run:
@@ -164,7 +163,7 @@ class Run:
             raise KeyError(f"No column for {sorted(unknown)}; add it to COLUMNS.")
         self.rows.append(row)
         with told_of_errors(self._metrics):
-            self._write_row(row)
+            self._write_metrics()
         if self._logger is not None:
             self._logger.log({k: v for k, v in row.items() if k != "frames"}, frames)
         self.bar.set_postfix(eval_return=f"{row['eval/return']:.1f}", refresh=False)
@@ -202,24 +201,13 @@ class Run:
     def _metrics(self) -> Path:
         return self.directory / "metrics.csv"
 
-    def _write_row(self, row: dict[str, float]) -> None:
-        """Adds the last row; all of them where one before it could not be written."""
-        if not self._complete:
-            self._write_metrics()
-            return
-        self._complete = False
-        with self._metrics.open("a", newline="") as file:
-            csv.DictWriter(file, COLUMNS).writerow(row)
-        self._complete = True
-
     def _write_metrics(self) -> None:
-        """Writes all rows anew: those after the checkpoint will come again."""
+        """Writes all rows anew: some may not have found room, and some come again on resuming."""
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, COLUMNS)
         writer.writeheader()
         writer.writerows(self.rows)
         write_text(self._metrics, text.getvalue())
-        self._complete = True
 
     @property
     def score(self) -> float:
@@ -251,8 +239,7 @@ class Run:
             "versions": {name: version(name) for name in names},
         }
         with stopped_by_errors(self.directory):
-            if not self._complete:
-                self._write_metrics()
+            self._write_metrics()
             _draw_curve(self.directory / "curve.png", self.rows, self.cfg.name)
             write_text(self.directory / "summary.json", json.dumps(summary, indent=2) + "\n")
         if self._logger is not None:

@@ -10,6 +10,8 @@ from torch import multiprocessing
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
+IMPORTED = ["pytest", "torchrl.collectors", "td3", "matplotlib.pyplot"]
+IMPORTED += ["gymnasium.envs.mujoco.inverted_pendulum_v5"]
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +26,7 @@ def processes() -> Iterator[BaseContext]:
     before = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method("forkserver", force=True)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "torchrl.collectors", "td3"])
+    context.set_forkserver_preload(IMPORTED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(RECIPES), prepend=os.pathsep)
         patch.setenv("OMP_NUM_THREADS", "1")

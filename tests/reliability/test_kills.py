@@ -24,7 +24,7 @@ pytestmark = pytest.mark.xdist_group("reliability")  # one process imports for a
 
 SETTINGS = [
     "env=InvertedPendulum",
-    "total_frames=200",
+    "total_frames=150",
     "random_frames=60",
     "replay_ratio=1",
     "eval_every=10",
@@ -34,7 +34,7 @@ SETTINGS = [
     "batch_size=16",
     "logger=none",
 ]
-FRAMES = 200
+FRAMES = 150
 DRAFT = "checkpoint.pt.tmp"
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
@@ -80,7 +80,7 @@ def runs(tmp_path_factory, processes):
     code, told = runs.finish("whole")
     assert code == 0, told
     runs.seconds = time.monotonic() - start
-    assert len({row["eval/q_value"] for row in metrics(runs.folder / "whole")}) > 10
+    assert len({row["eval/q_value"] for row in metrics(runs.folder / "whole")}) > 5
     return runs
 
 
@@ -124,7 +124,7 @@ def test_killed_runs_go_on_number_for_number(runs, soak):
     wanted, name = (3 if soak == 1 else 2 * soak), "killed0"
     while True:
         directory = runs.folder / name
-        left, done = draft_begun(directory), kills >= wanted
+        left, done = draft_begun(directory), kills >= wanted and (writing or kills > 20)
         process = runs.start(name, "resume=auto")
         if done:
             process.join()
@@ -182,7 +182,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_ends_with_a_clear_error(ru
     code, told = runs.finish("full", "resume=auto", limit=len(before) // 2)
     assert code == 1
     assert "Traceback" not in told
-    assert told.count(f"{file} cannot be written (File too large)") > 10
+    assert told.count(f"{file} cannot be written (File too large)") > 5
     assert f"Make room, then go on with resume={directory}." in told.splitlines()[-1]
     assert file.read_bytes() == before
     assert not (directory / DRAFT).exists()
