@@ -22,12 +22,7 @@ from nmer_torchrl.transforms.n_step import check_n_step
 # end at a terminal state, are not mixed.
 _STEPS_KEY = "steps_to_next_obs"
 _NONTERMINAL_KEY = "nonterminal"
-_LAYOUT = (
-    "_shapes",
-    "_dtypes",
-    "_needed",
-    "_dims",
-)  # of rows; never changed in place
+_LAYOUT = ("_shapes", "_dtypes", "_needed", "_dims")  # of rows; never changed in place
 
 
 class RowCheck(Transform):
@@ -76,15 +71,15 @@ class RowCheck(Transform):
         entries = {k: v for k, v in tensordict.items(True, True) if isinstance(v, Tensor)}
         shapes = {key: entry.shape[tensordict.ndim :] for key, entry in entries.items()}
         dtypes = {key: entry.dtype for key, entry in entries.items()}
-        for key in shapes.keys() & self._shapes.keys():
-            if shapes[key] != self._shapes[key]:
+        for key in shapes:
+            if shapes[key] != self._shapes.get(key, shapes[key]):
                 raise ValueError(
                     f"The entry {key!r} has shape {tuple(shapes[key])} in each row, but the rows "
                     f"stored before have {tuple(self._shapes[key])}; use another buffer for these "
                     "rows."
                 )
-        for key in dtypes.keys() & self._dtypes.keys():
-            if dtypes[key] != self._dtypes[key]:
+        for key in dtypes:
+            if dtypes[key] != self._dtypes.get(key, dtypes[key]):
                 raise ValueError(
                     f"The entry {key!r} is {dtypes[key]}, but in the rows stored before it is "
                     f"{self._dtypes[key]}; convert it first."
