@@ -29,10 +29,19 @@ from torchrl.data import Bounded
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 
 
+class SquashedNormal(nn.Module):
+    """Draws actions in [-1, 1] by mean and scale of a Gaussian that tanh squashes."""
+
+    def forward(self, parameters: tuple[Tensor, Tensor]) -> Tensor:
+        """A random action."""
+        loc, scale = parameters
+        return (loc + scale * torch.randn_like(loc)).tanh()
+
+
 def make_agent(
     cfg: DictConfig, observations: int, actions: int, device: torch.device
-) -> tuple[ProbabilisticActor, SACLoss]:
-    """A squashed Gaussian policy, two critics and their targets; actions are in [-1, 1]."""
+) -> tuple[ProbabilisticActor, TensorDictModule, SACLoss]:
+    """A squashed Gaussian policy, what draws from it, and losses with two critics and targets."""
     spec = Bounded(-torch.ones(actions), torch.ones(actions), device=device)
     layers = {"num_cells": list(cfg.hidden), "activation_class": nn.ReLU, "device": device}
     network = nn.Sequential(
@@ -44,6 +53,9 @@ def make_agent(
         spec=spec,
         distribution_class=TanhNormal,
         distribution_kwargs={"low": spec.space.low, "high": spec.space.high},
+    )
+    explorer = TensorDictModule(
+        nn.Sequential(network, SquashedNormal()), in_keys=["observation"], out_keys=["action"]
     )
     critic = ValueOperator(
         MLP(in_features=observations + actions, out_features=1, **layers),
@@ -60,7 +72,7 @@ def make_agent(
     ).to(device)
     loss.make_value_estimator(gamma=cfg.gamma)
     loss.set_keys(done="terminated", terminated="terminated")  # a time limit ends no value
-    return actor, loss
+    return actor, explorer, loss
 
 
 def train(cfg: DictConfig) -> None:
@@ -77,7 +89,7 @@ def train(cfg: DictConfig) -> None:
     observations, actions = env.observation_space.shape[0], env.action_space.shape[0]
 
     # Agent
-    actor, loss = make_agent(cfg, observations, actions, device)
+    actor, explorer, loss = make_agent(cfg, observations, actions, device)
     target = SoftUpdate(loss, tau=cfg.tau)
     groups: list[list[Tensor]] = [
         list(loss.actor_network_params.flatten_keys().values()),
@@ -108,8 +120,8 @@ def train(cfg: DictConfig) -> None:
     collector = make_collector(
         cfg,
         env,
-        actor,
-        lambda: make_agent(cfg, observations, actions, torch.device("cpu"))[0],
+        explorer,
+        lambda: make_agent(cfg, observations, actions, torch.device("cpu"))[1],
         seed,
     )
 

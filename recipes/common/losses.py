@@ -7,6 +7,7 @@ results are TorchRL's, and the calls are plain. Networks are `torchrl.modules.ML
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 
 import torch
@@ -14,8 +15,7 @@ import torchrl.objectives
 from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor
 from torch import Tensor
-from torch.nn.functional import linear, relu
-from torchrl.modules import TanhNormal
+from torch.nn.functional import linear, relu, softplus
 from torchrl.objectives.utils import distance_loss
 
 Layers = list[tuple[Tensor, Tensor]]  # weight and bias, from the first layer to the last
@@ -119,9 +119,13 @@ class SACLoss(_DirectLoss, torchrl.objectives.SACLoss):
     _extract = NormalParamExtractor()
 
     def _act(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """Random actions and their log-probabilities."""
-        policy = TanhNormal(*self._extract(call(self._actor, observation)))
-        return policy.rsample_and_log_prob()
+        """Random actions, and their log-probabilities `[B]`."""
+        loc, scale = self._extract(call(self._actor, observation))
+        noise = torch.randn_like(loc)
+        raw = loc + scale * noise
+        normal = -noise.square() / 2 - scale.log() - math.log(2 * math.pi) / 2
+        slope = 2 * (math.log(2) - raw - softplus(-2 * raw))  # log of that of tanh
+        return raw.tanh(), (normal - slope).sum(-1)
 
     def qvalue_v2_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """The critics' loss, summed over critics, and the priority of each row."""
