@@ -10,15 +10,24 @@ from typing import Any
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
+_FROM_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md")
 _EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
     """Changelog and contributing guide are pages, too, without being copied."""
-    for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
+    for name in _FROM_ROOT:
         files.append(File.generated(config, name.lower(), abs_src_path=str(ROOT / name)))
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Links in these two are as seen from the root."""
+    if page.file.src_uri.upper() in map(str.upper, _FROM_ROOT):
+        return markdown.replace("](docs/", "](")
+    return markdown
 
 
 def on_page_content(html: str, **_: Any) -> str:

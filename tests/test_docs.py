@@ -275,16 +275,8 @@ def test_figures_say_what_the_script_draws(tmp_path):
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")
-    build = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--quiet",
-        "-d",
-        tmp_path / "site",
-    ]
+    # Not --quiet, by which warnings are neither shown nor counted.
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", tmp_path / "site"]
     environment = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
     result = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
