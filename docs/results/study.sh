@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The runs behind docs/results.md. Started again it skips what is complete and goes on with the rest.
+# The runs of a study of NMER beside uniform replay. Started again it skips what is complete and goes on with the rest.
 #   bash docs/results/study.sh main        # one part; see the cases below
 set -euo pipefail
 cd "$(dirname "$0")/../.."
