@@ -60,7 +60,8 @@ def test_code_runs_as_printed(page, tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------- commands
 # In `sh` blocks every command is one of ours; `bash` blocks are for a system and are parsed only.
 
-ECHO = "{0}() {{ printf '%s' {0} >&3; printf ' %q' \"$@\" >&3; echo >&3; }}"
+# One write for each line: the two sides of a pipe write at the same time.
+ECHO = '{0}() {{ local words; printf -v words \' %q\' "$@"; echo "{0}$words" >&3; }}'
 STUBS = "\n".join(ECHO.format(word) for word in ("python", "make", "pip", "wandb", "sh"))
 
 
