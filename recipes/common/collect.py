@@ -12,7 +12,6 @@ from omegaconf import DictConfig
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
-from torchrl.envs import ExplorationType, set_exploration_type
 
 from common import envs
 from common.streams import Stream
@@ -92,7 +91,7 @@ class FrameCollector:
         A step that ends by the time limit is stored as not terminated, whatever else it was.
         """
         observation = self._observation
-        with self.stream, set_exploration_type(ExplorationType.RANDOM):
+        with self.stream:
             if self.frames < self.random_frames:
                 action = 2 * torch.rand(1, *self.env.action_space.shape, device=self.device) - 1
             else:
