@@ -25,9 +25,8 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Links in these two are as seen from the root."""
-    if page.file.src_uri.upper() in map(str.upper, _FROM_ROOT):
-        return markdown.replace("](docs/", "](")
-    return markdown
+    from_root = page.file.src_uri in [name.lower() for name in _FROM_ROOT]
+    return markdown.replace("](docs/", "](") if from_root else markdown
 
 
 def on_page_content(html: str, **_: Any) -> str:
