@@ -275,6 +275,8 @@ def test_a_table_by_hand():
     assert (uniform["seeds"], uniform["frames"], uniform["version"]) == (4, 200_000, "v5")
     assert (uniform["paper_mean"], uniform["paper_std"]) == (3252, 157)
     assert (nmer["paper_mean"], nmer["paper_table"]) == (3393, "main")
+    assert uniform["paper_change_percent"] == pytest.approx(100 * (3252 - 3393) / 3393)
+    assert nmer["paper_change_percent"] == 0
     assert nmer["seconds_per_run"] == 1200
     assert nmer["updates_per_second"] == pytest.approx(2000 / 1200)
     assert set(frame["method"][2:]) == set(paper.quoted("Hopper"))

@@ -71,6 +71,8 @@ def _row(comparison: Comparison, cell: Cell, reps: int) -> dict[str, object]:
         row["change_percent"] = change(cell.mean, nmer.mean)
     if (figure := paper_figure(comparison, task, cell.method)) is not None:
         row |= _printed(figure)
+        if (reference := paper_figure(comparison, task, "nmer")) is not None:
+            row["paper_change_percent"] = change(figure.mean, reference.mean)
     seconds = np.array([run.seconds[-1] for run in cell.runs])
     updates = np.array([run.updates[-1] for run in cell.runs])
     return row | {

@@ -36,14 +36,15 @@ def show_glance(table: pd.DataFrame, pooled: pd.DataFrame) -> Text:
 def show_table(frame: pd.DataFrame) -> Text:
     """The columns of `make_table` as people read them."""
     header = ["environment", "frames", "method", "ratio", "seeds", "mean ± std", "paper"]
-    header += ["IQM [95 %]", "P(> uniform)", "Δ NMER", "time per run", "updates/s"]
+    header += ["IQM [95 %]", "P(> uniform)", "Δ NMER", "paper's Δ NMER"]
+    header += ["time per run", "updates/s"]
     rows = []
     for row in frame.to_dict("records"):
         env = f"{row['env']}-{row['version']}" if row["version"] else row["env"]
         printed = _plus_minus(row.get("paper_mean"), row.get("paper_std"), "{:.0f}")
         if _missing(row.get("mean")):  # quoted
             rows.append(
-                [env, f"{row['frames']:,}", row["method"], *[NONE] * 3, printed, *[NONE] * 5]
+                [env, f"{row['frames']:,}", row["method"], *[NONE] * 3, printed, *[NONE] * 6]
             )
             continue
         seeds = int(row["seeds"])
@@ -59,6 +60,7 @@ def show_table(frame: pd.DataFrame) -> Text:
                 _interval(row["iqm"], row["iqm_low"], row["iqm_high"]),
                 _format(row.get("p_improvement"), "{:.2f}"),
                 _format(row.get("change_percent"), "{:+.1f} %"),
+                _format(row.get("paper_change_percent"), "{:+.1f} %"),
                 NONE if _missing(row["seconds_per_run"]) else duration(row["seconds_per_run"]),
                 _format(row["updates_per_second"], "{:.0f}"),
             ]
