@@ -29,8 +29,9 @@ ROOT = RECIPES.parent
 
 def pages() -> list[Path]:
     """README, contributing guide and docs, without what recipes write there."""
-    written = {ROOT / "docs" / folder for folder in ("manifold", "report")}
-    found = [path for path in (ROOT / "docs").rglob("*.md") if path.parent not in written]
+    written = (ROOT / "docs" / "manifold", ROOT / "docs" / "results")
+    found = (ROOT / "docs").rglob("*.md")
+    found = [path for path in found if not any(map(path.is_relative_to, written))]
     return sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *found])
 
 
@@ -52,9 +53,12 @@ def test_code_runs_as_printed(page, tmp_path, monkeypatch):
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
     module = types.ModuleType("page")  # functions of a page are looked up there when pickled
     monkeypatch.setitem(sys.modules, "page", module)
-    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()) as printed:
         warnings.simplefilter("ignore")
         exec(compile(code, str(page), "exec"), vars(module))
+    shapes = re.findall(r"^print\(.*\)  # (\[.*\])$", code, re.MULTILINE)
+    lines = re.sub(r"torch\.Size\((.*?)\)( ?)", r"\1,\2", printed.getvalue()).splitlines()
+    assert [shape for shape in shapes if f"{shape}," not in lines] == []
 
 
 # ---------------------------------------------------------------------------------------- commands
