@@ -57,7 +57,7 @@ def make_remote(*overrides: str):
 
 
 def take(collector, rows: int) -> TensorDict:
-    return torch.cat([collector.step() for _ in range(rows)])
+    return torch.stack([collector.step() for _ in range(rows)])
 
 
 class Recorded(TensorDictModuleBase):
@@ -67,7 +67,7 @@ class Recorded(TensorDictModuleBase):
 
     def __init__(self, actions):
         super().__init__()
-        self.actions = iter(actions.split(1))
+        self.actions = iter(actions.unbind(0))
 
     def forward(self, tensordict):
         return tensordict.set("action", next(self.actions))
@@ -119,7 +119,7 @@ def test_rows_of_a_worker_are_those_of_the_local_collector(monkeypatch):
         row, expected = collector.step(), local.step()
         assert set(row.keys(True, True)) == set(expected.keys(True, True))
         assert (row == expected).all()
-        assert row.batch_size == (1,)
+        assert row.batch_size == ()
         assert (collector.ended is None) == (local.ended is None)
     assert len(collector.returns) > 3
     assert collector.returns == pytest.approx(local.returns, rel=1e-5)

@@ -225,13 +225,13 @@ def test_the_horizon_is_no_termination(end, terminated):
     device = torch.device("cpu")
     acting = collect.FrameCollector(
         envs.make_env(cfg.env),
-        lambda seen: seen.set("action", torch.ones(1, 1)),
+        lambda seen: seen.set("action", torch.ones(1)),
         seed=0,
         random_frames=0,
         stream=streams.Stream(0, device),
         device=device,
     )
-    data = torch.cat([acting.step() for _ in range(end)])
+    data = torch.stack([acting.step() for _ in range(end)])
     assert data["next", "terminated"].flatten().tolist() == [False] * (end - 1) + [terminated]
     assert (data["next", "reward"] == 5).all()  # 1 is the upper bound of the task's own actions
     assert acting.ended == 5 * end

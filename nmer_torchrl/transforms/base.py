@@ -53,6 +53,7 @@ class RowCheck(Transform):
         self._dtypes: dict[NestedKey, torch.dtype] = {}
         self._needed: list[NestedKey] = []  # entries of the first rows
         self._dims = 0  # of the batch that they came in, 0 if there was none
+        self._last: tuple[dict, dict] | None = None  # shapes and dtypes of rows let through before
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Returns the batch as it is."""
@@ -71,6 +72,8 @@ class RowCheck(Transform):
         entries = {k: v for k, v in tensordict.items(True, True) if isinstance(v, Tensor)}
         shapes = {key: entry.shape[tensordict.ndim :] for key, entry in entries.items()}
         dtypes = {key: entry.dtype for key, entry in entries.items()}
+        if (shapes, dtypes) == self._last:
+            return tensordict
         for key in shapes:
             if shapes[key] != self._shapes.get(key, shapes[key]):
                 raise ValueError(
@@ -90,6 +93,7 @@ class RowCheck(Transform):
         self._needed = self._needed or [key for key in entries if key != "index"]
         self._shapes, self._dtypes = self._shapes | shapes, self._dtypes | dtypes
         self._dims = self._dims or dims
+        self._last = shapes, dtypes
         return tensordict
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -100,6 +104,7 @@ class RowCheck(Transform):
         """Goes on from there."""
         for name in _LAYOUT:
             setattr(self, name, state.get(name, type(getattr(self, name))()))
+        self._last = None
 
 
 class Augmentation(RowCheck):

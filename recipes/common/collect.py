@@ -86,18 +86,17 @@ class FrameCollector:
 
     @torch.no_grad()
     def step(self) -> TensorDict:
-        """Acts once; the transition is a batch `[1]`.
+        """Acts once; returns the transition, which has no batch dimension.
 
         A step that ends by the time limit is stored as not terminated, whatever else it was.
         """
         observation = self._observation
         with self.stream:
             if self.frames < self.random_frames:
-                action = 2 * torch.rand(1, *self.env.action_space.shape, device=self.device) - 1
+                action = 2 * torch.rand(self.env.action_space.shape, device=self.device) - 1
             else:
-                seen = TensorDict(observation=observation, batch_size=[1])
-                action = self.policy(seen)["action"]
-        after, reward, terminated, truncated, _ = self.env.step(action[0].cpu().numpy())
+                action = self.policy(TensorDict(observation=observation))["action"]
+        after, reward, terminated, truncated, _ = self.env.step(action.cpu().numpy())
         self._observation = following = self._tensor(after)
         self.frames += 1
         self.episode_return += float(reward)
@@ -109,15 +108,14 @@ class FrameCollector:
         ends = bool(terminated and not truncated)
         step = TensorDict(
             observation=following,
-            reward=torch.tensor([[reward]], dtype=torch.float32, device=self.device),
-            terminated=torch.tensor([[ends]], device=self.device),
-            batch_size=[1],
+            reward=torch.tensor([reward], dtype=torch.float32, device=self.device),
+            terminated=torch.tensor([ends], device=self.device),
         )
-        return TensorDict(observation=observation, action=action, next=step, batch_size=[1])
+        return TensorDict(observation=observation, action=action, next=step)
 
     def _tensor(self, observation: np.ndarray) -> Tensor:
-        """As a float32 batch `[1, d]`; a copy, since tasks may write into theirs."""
-        return torch.tensor(observation, dtype=torch.float32, device=self.device).unsqueeze(0)
+        """As float32 `[d]`; a copy, since tasks may write into theirs."""
+        return torch.tensor(observation, dtype=torch.float32, device=self.device)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the episode stands, and what has been counted."""

@@ -107,7 +107,7 @@ class RemoteCollector:
         ray.shutdown()
 
     def step(self) -> TensorDictBase:
-        """The next transition, a batch `[1]`.
+        """The next transition, which has no batch dimension.
 
         A step that ends by the time limit is stored as not terminated, whatever else it was.
         """
@@ -125,7 +125,7 @@ class RemoteCollector:
         after["terminated"] &= ~after["truncated"]
         rows = batch.select("observation", "action", *(("next", name) for name in _AFTER))
         for row, ends, episode_return in zip(
-            rows.to(self.device).split(1), done, returns, strict=True
+            rows.to(self.device).unbind(0), done, returns, strict=True
         ):
             yield row, episode_return if ends else None
 
