@@ -1,9 +1,11 @@
-"""What a sample costs by every replay method, beside uniform sampling.
+"""What a sample costs by every replay method, and a step by every metric.
 
-    python recipes/benchmarks/methods.py
+    python recipes/benchmarks/methods.py          # beside uniform sampling
+    python recipes/benchmarks/methods.py metrics  # beside the Euclidean metric
 
-Rows have the shapes of HalfCheetah and follow one another in episodes of 1,000. Every neighbour
-list is made before the clock starts. Prints a table and writes a CSV.
+Rows of the methods have the shapes of HalfCheetah and follow one another in episodes of 1,000. A
+step of the metrics is one row written into a full ring, and a sample. Every neighbour list is made
+before the clock starts. Each prints a table and writes a CSV.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from measure import make_rows, side_by_side, write_table
@@ -20,13 +23,16 @@ from tqdm import tqdm
 from nmer_torchrl import make_replay_buffer
 from nmer_torchrl.buffers import KINDS
 
+BATCH = 256
 EPISODE = 1_000
+TASKS = {"HalfCheetah": (17, 6, 5_000), "Ant": (105, 8, 3_000), "Humanoid": (348, 17, 2_000)}
+METRICS = ("euclidean", "mahalanobis")
 
 
 def fill(kind: str, rows: int) -> TensorDictReplayBuffer:
     """A buffer of that kind, full, ready to be sampled."""
     torch.manual_seed(0)
-    buffer = make_replay_buffer(kind, capacity=rows, batch_size=256)
+    buffer = make_replay_buffer(kind, capacity=rows, batch_size=BATCH)
     data = make_rows(rows, 17, 6)
     follows = torch.arange(1, rows + 1) % EPISODE != 0
     following = data["observation"].roll(-1, 0)
@@ -35,31 +41,26 @@ def fill(kind: str, rows: int) -> TensorDictReplayBuffer:
     data["next", "done"][~follows] = True
     buffer.extend(data)
     if hasattr(buffer.sampler, "neighbors"):
-        for index in tqdm(torch.arange(rows).split(256), desc=kind, leave=False, mininterval=1):
-            buffer.sampler.neighbors(buffer.storage, index)
+        make_lists(buffer, kind)
     if kind == "ero":
         buffer.sampler.finish_episode(0.0, buffer.storage)  # has it choose rows
     buffer.sample()
     return buffer
 
 
-def main() -> None:
-    """Times all kinds in turns."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", type=int, default=20_000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
-    args = parser.parse_args()
-    logging.getLogger("torchrl").setLevel(logging.WARNING)
-    torch.set_num_threads(args.threads)
-    args.out.mkdir(parents=True, exist_ok=True)
+def make_lists(buffer: TensorDictReplayBuffer, name: str) -> None:
+    """Has the search make the list of every row."""
+    index = torch.arange(len(buffer)).split(BATCH)
+    for some in tqdm(index, desc=name, leave=False, mininterval=1):
+        buffer.sampler.neighbors(buffer.storage, some)
+
+
+def bench_methods(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time of a sample by every kind."""
     buffers = {kind: fill(kind, args.rows) for kind in KINDS}
     calls = {kind: buffer.sample for kind, buffer in buffers.items()}
     times = side_by_side(calls, rounds=args.rounds, repeat=100)
-    results = [
+    return [
         {
             "method": kind,
             "rows": args.rows,
@@ -68,7 +69,49 @@ def main() -> None:
         }
         for kind, seconds in times.items()
     ]
-    write_table(results, args.out / "methods.csv")
+
+
+def bench_metrics(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time of a step by metrics that the default search serves."""
+    results = []
+    for task, (observations, actions, rows) in TASKS.items():
+        torch.manual_seed(0)
+        shape = (observations, actions)
+        data = make_rows(rows, *shape)
+        calls = {}
+        for metric in METRICS:
+            buffer = make_replay_buffer("nmer", capacity=rows, batch_size=BATCH, metric=metric)
+            buffer.extend(data)
+            make_lists(buffer, f"{task}, {metric}")
+
+            def step(buffer: TensorDictReplayBuffer = buffer, shape: Any = shape) -> None:
+                buffer.extend(make_rows(1, *shape))
+                buffer.sample()
+
+            calls[metric] = step
+        times = side_by_side(calls, rounds=args.rounds, repeat=130)  # a block of arrivals, at least
+        row: dict[str, Any] = {"task": task, "d": observations + actions, "rows": rows}
+        row |= {f"{name} us": 1e6 * seconds for name, seconds in times.items()}
+        results.append(row | {"ratio": times["mahalanobis"] / times["euclidean"]})
+    return results
+
+
+def main() -> None:
+    """Times all in turns."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="?", choices=("methods", "metrics"), default="methods")
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    args = parser.parse_args()
+    logging.getLogger("torchrl").setLevel(logging.WARNING)
+    torch.set_num_threads(args.threads)
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = (bench_metrics if args.what == "metrics" else bench_methods)(args)
+    write_table(results, args.out / f"{args.what}.csv")
 
 
 if __name__ == "__main__":
