@@ -4,6 +4,7 @@ import argparse
 import importlib
 import inspect
 import io
+import os
 import re
 import runpy
 import shlex
@@ -66,7 +67,7 @@ def test_code_runs_as_printed(page, tmp_path, monkeypatch):
 
 # One write for each line: the two sides of a pipe write at the same time.
 ECHO = '{0}() {{ local words; printf -v words \' %q\' "$@"; echo "{0}$words" >&3; }}'
-STUBS = "\n".join(ECHO.format(word) for word in ("python", "make", "pip", "wandb", "sh"))
+STUBS = "\n".join(ECHO.format(word) for word in ("python", "make", "pip", "wandb", "bash", "sh"))
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -115,10 +116,26 @@ def check_python(words: list[str], monkeypatch) -> None:
         return
     path = ROOT / words[0]
     assert path.exists(), f"there is no {words[0]}"
-    if path.stem in ("sac", "td3", "manifold"):
-        check_recipe(path.stem, words[1:])
+    if path.stem in ("sac", "td3", "manifold", "baseline"):
+        check_recipe("td3" if path.stem == "baseline" else path.stem, words[1:])
     else:
         check_script(path, words[1:], monkeypatch)
+
+
+def check_bash(words: list[str], folder: Path, monkeypatch) -> None:
+    """Runs a script of ours with its Python commands told rather than run, and checks those."""
+    script = folder / words[0]
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text((ROOT / words[0]).read_text())
+    told = subprocess.run(
+        ["bash", str(script), *words[1:]],
+        env={"PYTHON": "echo", "PATH": os.defpath},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for line in told.stdout.splitlines():
+        check_python(shlex.split(line), monkeypatch)
 
 
 def check_make(words: list[str]) -> None:
@@ -144,24 +161,28 @@ def check_wandb(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", [p for p in pages() if blocks(p, "sh")], ids=name)
-def test_commands_are_real(page, monkeypatch):
+def test_commands_are_real(page, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     found = commands(page)
     assert found
     for program, *words in found:
         if program == "python":
             check_python(words, monkeypatch)
+        elif program == "bash":
+            check_bash(words, tmp_path, monkeypatch)
         elif program != "sh":  # what it is given is checked elsewhere
             {"make": check_make, "pip": check_pip, "wandb": check_wandb}[program](words)
 
 
-def test_a_command_that_is_not_real_is_found(monkeypatch):
+def test_a_command_that_is_not_real_is_found(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     for wrong in ("recipes/sac.py env=Hoper", "recipes/td3.py replay.kk=3", "recipes/missing.py"):
         with pytest.raises(Exception, match=r"Hoper|kk|missing"):
             check_python(shlex.split(wrong), monkeypatch)
     with pytest.raises(SystemExit):
         check_python(["recipes/report.py", "runs", "--att", "3"], monkeypatch)
+    with pytest.raises(subprocess.CalledProcessError):
+        check_bash(["docs/results/study.sh", "mian"], tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("page", [p for p in pages() if blocks(p, "bash")], ids=name)

@@ -282,6 +282,8 @@ def test_a_table_by_hand():
     assert set(frame["method"][2:]) == set(paper.quoted("Hopper"))
     assert frame["mean"][2:].isna().all()
     assert set(zip(frame["version"][2:], frame["frames"][2:], strict=True)) == {("", 200_000)}
+    short = one_comparison(constant_runs([100, 200], total_frames=30_000))
+    assert list(tables.make_table(short, reps=20)["method"]) == ["nmer"]  # and no one of 200,000
 
 
 def test_the_pooled_table_by_hand():

@@ -10,7 +10,17 @@ sweep() { # a script, the place of its runs, then its options: two runs at a tim
         hydra.launcher.n_jobs=2 logger=csv "${@:3}"
 }
 
-case ${1:?main, pendulum, baseline, pairings, ratio20 or sac} in
+copy() { # the small files of complete runs, which are what is kept with the project
+    find "$1" -name summary.json -printf '%P\n' | while read -r file; do
+        run=$(dirname "$file")
+        mkdir -p "$2/$run"
+        cp "$1/$run"/{config.yaml,metrics.csv,summary.json} "$2/$run"
+    done
+}
+
+mkdir -p runs/study
+copy docs/results runs/study # so that no run is made twice
+case ${1:?main, pendulum, baseline, pairings, ratio20, sac or keep} in
 main)
     sweep recipes/td3.py main seed='range(4)' env=HalfCheetah,Walker2d,Hopper replay=uniform,nmer \
         total_frames=30000 random_frames=5000 replay_ratio=5
@@ -37,15 +47,14 @@ sac)
     sweep recipes/sac.py sac seed='range(4)' env=HalfCheetah,Walker2d replay=uniform,nmer \
         total_frames=30000 random_frames=5000 replay_ratio=5
     ;;
+keep) ;; # no run: what has been completed so far
 *)
     echo "no part $1" >&2
     exit 2
     ;;
 esac
 
-# What the results are made of: small files, kept with the project.
-find runs/study -name summary.json -printf '%h\n' | while read -r run; do
-    kept=docs/results/${run#runs/study/}
-    mkdir -p "$kept"
-    cp "$run"/{config.yaml,metrics.csv,summary.json} "$kept"
+copy runs/study docs/results
+for part in docs/results/*/; do
+    "$python" recipes/report.py "${part%/}" --out "${part%/}"
 done

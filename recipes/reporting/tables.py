@@ -22,15 +22,16 @@ def paper_figure(comparison: Comparison, task: Task, method: str) -> paper.Figur
 
 
 def make_table(comparison: Comparison, *, reps: int = REPS) -> pd.DataFrame:
-    """One row for each task and method, and below them what the paper quotes of others."""
+    """One row for each task and method; at the paper's budget also what it quotes of others."""
     rows = []
     for env in dict.fromkeys(task.env for task in comparison.tasks):
         for task in comparison.tasks:
             for method in comparison.methods if task.env == env else ():
                 if (cell := comparison.cell(task, method)) is not None:
                     rows.append(_row(comparison, cell, reps))
-        quoted = paper.quoted(env) if comparison.name == "best" else {}
-        for method, figure in quoted.items():
+        budgets = {task.frames for task in comparison.tasks if task.env == env}
+        quoted = comparison.name == "best" and paper.FRAMES in budgets
+        for method, figure in paper.quoted(env).items() if quoted else ():
             place = Task(comparison.algorithm, env, "", paper.FRAMES)
             rows.append(_place(comparison, place, method) | _printed(figure))
     return pd.DataFrame(rows)
