@@ -324,6 +324,13 @@ def test_both_comparisons():
     assert frame.loc["uniform", "change_percent"] == pytest.approx(100 * (55 - 305) / 305)
 
 
+def test_the_title_says_where_all_have_one_replay_ratio():
+    runs = constant_runs([1], replay_ratio=5) + constant_runs([2], replay__kind="uniform")
+    assert one_comparison(runs).title == "TD3, each method at its best"
+    runs = constant_runs([1], replay_ratio=5)
+    assert one_comparison(runs).title == "TD3, each method at its best, all at replay ratio 5"
+
+
 def test_configs_that_differ_are_never_averaged():
     told = []
     runs = constant_runs([1, 2]) + constant_runs([10, 20], lr=0.001)
@@ -603,7 +610,7 @@ def test_the_whole_report(tmp_path, capsys):
     for words in ("FEW SEEDS", "TD3, each method at its best", "TD3, replay ratio 1", "SUNRISE"):
         assert words in page
     assert "replay ratio 20" not in page  # where there is one method
-    assert "both comparisons at once" not in page
+    assert "all at replay ratio" not in page
     assert page.index("FEW SEEDS") < page.index("| environment |")
 
     frame = pd.read_csv(out / "table.csv")

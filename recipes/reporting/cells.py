@@ -71,8 +71,11 @@ class Comparison:
     @property
     def title(self) -> str:
         """For people."""
+        ratios = {cell.replay_ratio for cell in self.cells}
         if self.name == "best":
             how = "each method at its best"
+            if len(ratios) == 1:
+                how += f", all at replay ratio {ratios.pop():g}"
         else:
             how = f"replay ratio {self.name.removeprefix('ratio-')}"
         return f"{self.algorithm.upper()}, {how}"

@@ -42,9 +42,6 @@ def write_report(
         tables.append(make_table(comparison, reps=reps))
         pooled.append(make_pooled_table(comparison, reps=reps))
         page.append(_section(out, comparison, tables[-1], pooled[-1], methods, reps))
-        ratios = {c.replay_ratio for c in cells if c.task.algorithm == comparison.algorithm}
-        if len(ratios) == 1:
-            page.append(f"All at replay ratio {ratios.pop():g}: both comparisons at once.\n")
         glance = show_glance(tables[-1], pooled[-1])
         tex.append(latex(glance, f"{comparison.title}: mean ± standard deviation"))
         tex.append(latex(show_table(tables[-1]), f"{comparison.title}: all statistics"))
