@@ -234,6 +234,11 @@ def test_the_recipes_page_has_every_setting():
     assert sorted(first_column(ROOT / "docs" / "recipes.md", "key")) == sorted(real)
 
 
+def test_the_manifold_page_has_every_setting():
+    keys = first_column(ROOT / "docs" / "manifold.md", "key")
+    assert sorted(keys) == sorted(make_config("manifold"))
+
+
 def test_the_recipes_page_has_every_choice_of_a_group():
     page = ROOT / "docs" / "recipes.md"
     groups = re.findall(
