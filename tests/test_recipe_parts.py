@@ -14,6 +14,7 @@ import torch
 import torchrl.objectives
 from helpers import make_transitions
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
@@ -564,3 +565,16 @@ def test_a_long_run_is_told_what_would_shorten_it(ratio, advised, tmp_path, caps
     told = capsys.readouterr().err
     assert "to go on this machine" in told
     assert ("replay_ratio=1" in told) == advised
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "seed=1", "-m seed=1,2 lr=0.1", "--cfg job seed=1", "seed=1 --cfg job", "--cfg job -m"],
+)
+def test_overrides_of_a_script_go_where_hydra_takes_them(line):
+    words = config.with_overrides(line.split(), ["replay=uniform"])
+    parsed = get_args_parser().parse_args(words)
+    given = [word for word in line.split() if "=" in word]
+    assert parsed.overrides == ["replay=uniform", *given]
+    assert (parsed.cfg == "job") == ("--cfg" in line)
+    assert bool(parsed.multirun) == ("-m" in line.split())

@@ -84,9 +84,8 @@ def write_run(directory, returns=None, **changes):
     return directory
 
 
-def one_comparison(runs, name="best"):
-    (comparison,) = [c for c in cells.compare(cells.make_cells(runs, fail)) if c.name == name]
-    return comparison
+def one_comparison(runs):
+    return cells.compare(cells.make_cells(runs, fail))[0]
 
 
 def fail(line):
@@ -261,7 +260,7 @@ def test_no_change_in_percent_of_what_is_not_positive():
 
 def test_a_table_by_hand():
     runs = constant_runs([100, 200, 300, 400], replay__kind="uniform")
-    runs += constant_runs([300, 350, 450, 500])
+    runs += constant_runs([300, 350, 450, 500], replay_ratio=20)
     frame = tables.make_table(one_comparison(runs), reps=50)
     uniform, nmer = frame.to_dict("records")[:2]
     assert (uniform["method"], nmer["method"]) == ("uniform", "nmer")
@@ -287,16 +286,16 @@ def test_a_table_by_hand():
 
 
 def test_the_pooled_table_by_hand():
-    runs = constant_runs([100, 200], replay__kind="uniform", replay_ratio=5)
-    runs += constant_runs([150, 300])
-    runs += constant_runs([-1, 1], env__name="Ant", replay__kind="uniform")
-    runs += constant_runs([2, 3, 7], env__name="Ant")
+    runs = constant_runs([100, 200, 200], replay__kind="uniform", replay_ratio=5)
+    runs += constant_runs([150, 300, 300])
+    runs += constant_runs([-1, 1, 0], env__name="Ant", replay__kind="uniform")
+    runs += constant_runs([2, 3, 3, 7], env__name="Ant")
     comparison = one_comparison(runs)
     frame = tables.make_pooled_table(comparison, reps=50).set_index("method")
-    # Ant from -1 to 3, since the third seed has no counterpart on Hopper; Hopper from 100 to 300.
-    assert frame.loc["uniform", "iqm"] == pytest.approx((0 + 0.5) / 2)  # of 0, 0.5, 0, 0.5
-    assert frame.loc["nmer", "iqm"] == pytest.approx((0.75 + 1) / 2)  # of 0.75, 1, 0.25, 1
-    assert frame.loc["nmer", "p_improvement"] == pytest.approx((1 + 0.75) / 2)
+    # Ant from -1 to 3, since the fourth seed has no counterpart on Hopper; Hopper from 100 to 300.
+    assert frame.loc["uniform", "iqm"] == pytest.approx((0 + 0.25 + 0.5 + 0.5) / 4)
+    assert frame.loc["nmer", "iqm"] == pytest.approx((0.75 + 1 + 1 + 1) / 4)
+    assert frame.loc["nmer", "p_improvement"] == pytest.approx((1 + 7 / 9) / 2)
     assert frame.loc["uniform", "change_percent"] == pytest.approx((-100 - 100 / 3) / 2)
     assert frame.loc["nmer", "change_percent"] == 0
     expected = np.mean([100 * (2005 - 4347) / 4347, 100 * (3252 - 3393) / 3393])
@@ -304,7 +303,44 @@ def test_the_pooled_table_by_hand():
     assert list(frame["tasks"]) == [2, 2]
     told = []
     notices.tell_about_comparison(comparison, told.append)
-    assert "nmer has 2 to 3 seeds a task; the first 2" in told[0]
+    assert "nmer has 3 to 4 seeds a task; the first 3" in told[0]
+
+
+def test_two_seeds_have_neither_a_probability_nor_a_normalized_score():
+    runs = constant_runs([1, 2], replay__kind="uniform") + constant_runs([3, 4, 5])
+    comparison = one_comparison(runs)
+    table = tables.make_table(comparison, reps=20).set_index("method")
+    assert "p_improvement" not in table
+    assert table.loc["nmer", "change_percent"] == 0
+    pooled = tables.make_pooled_table(comparison, reps=20)
+    assert not {"iqm", "p_improvement"} & set(pooled)
+    assert list(pooled["seeds"]) == [2, 3]
+
+
+def test_seeds_are_paired_by_hand():
+    early, late = [0, 0, *[100] * 18], [0, 0, *[50] * 9, *[100] * 9]
+    runs = [
+        make_run(late, replay__kind="uniform", seed=seed, random_frames=20_000) for seed in (1, 2)
+    ]
+    runs += [make_run(early, seed=seed, random_frames=20_000) for seed in (2, 3)]
+    runs += [make_run([110] * 20, seed=1, random_frames=20_000)]
+    score = 100 - (2 * 50 + 9 * 100) / 11  # of seed 2; the third has no counterpart
+    frame = tables.make_paired_table(one_comparison(runs))
+    (row,) = frame.to_dict("records")
+    assert (row["method"], row["seeds"]) == ("nmer", 2)
+    gaps = np.array([score + 10, score])
+    assert row["score"] == pytest.approx(gaps.mean())
+    half = 12.706 * gaps.std(ddof=1) / math.sqrt(2)
+    assert row["score_low"] == pytest.approx(gaps.mean() - half, rel=1e-3)
+    assert (row["score_ahead"], row["area_ahead"]) == (2, 2)
+    assert row["area"] == pytest.approx((110 - 75 + 100 - 75) / 2)
+    header, (line,) = text.show_paired_table(frame)
+    assert line[header.index("ahead")] == "2 of 2"
+    assert "+35.0, +25.0" in line
+
+
+def test_a_run_that_is_still_random_has_no_area():
+    assert math.isnan(make_run(random_frames=200_000).area)
 
 
 def test_both_comparisons():
@@ -324,11 +360,15 @@ def test_both_comparisons():
     assert frame.loc["uniform", "change_percent"] == pytest.approx(100 * (55 - 305) / 305)
 
 
-def test_the_title_says_where_all_have_one_replay_ratio():
+def test_with_one_replay_ratio_nothing_is_at_its_best():
     runs = constant_runs([1], replay_ratio=5) + constant_runs([2], replay__kind="uniform")
     assert one_comparison(runs).title == "TD3, each method at its best"
-    runs = constant_runs([1], replay_ratio=5)
-    assert one_comparison(runs).title == "TD3, each method at its best, all at replay ratio 5"
+    (comparison,) = cells.compare(cells.make_cells(constant_runs([1], replay_ratio=5), fail))
+    assert comparison.title == "TD3, replay ratio 5"
+    runs = constant_runs([1], replay__kind="uniform")
+    (row, *quoted) = tables.make_table(one_comparison(runs), reps=20).to_dict("records")
+    assert row["paper_mean"] == 2371  # at ratio 1; its best is at 20
+    assert {line["method"] for line in quoted} == set(paper.quoted("Hopper"))
 
 
 def test_configs_that_differ_are_never_averaged():
@@ -419,7 +459,7 @@ def test_a_learned_alpha_is_a_method_of_its_own():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({}, "FEW SEEDS: 1 of 2 rows have fewer than the paper's 4 seeds (td3 Hopper-v5 uniform"),
+        ({}, "FEW SEEDS: 2 of 2 rows have fewer than 10 seeds (td3 Hopper-v5 nmer"),
         ({"total_frames": 100_000}, "BUDGETS DIFFER: td3 on Hopper was scored at 100,000, 200,000"),
         ({"total_frames": 100_000}, "NOT THE PAPER'S BUDGET: its figures are at 200,000 frames"),
         ({"env__version": "v4"}, "ENVIRONMENT VERSIONS DIFFER: td3 on Hopper was run on v4, v5"),
@@ -434,7 +474,7 @@ def test_what_makes_numbers_incomparable_is_told(changes, words):
 
 
 def test_a_task_that_the_paper_lacks_is_not_measured_by_it():
-    runs = constant_runs([1, 2, 3, 4], env__name="InvertedPendulum", total_frames=100_000)
+    runs = constant_runs(range(10), env__name="InvertedPendulum", total_frames=100_000)
     notices.tell_about_cells(cells.make_cells(runs, fail), fail)
 
 
@@ -585,10 +625,10 @@ def test_missing_times_are_not_needed():
 
 
 def write_sweep(root):
-    """Two methods, two ratios, four and two seeds, on two tasks."""
+    """Two methods, two ratios, four and three seeds, on two tasks."""
     for env in ("Hopper", "Ant"):
         for kind, ratio, base in (("uniform", 1, 100), ("nmer", 1, 150), ("nmer", 20, 300)):
-            for seed in range(4 if env == "Hopper" else 2):
+            for seed in range(4 if env == "Hopper" else 3):
                 write_run(
                     root / f"{env}-{kind}-{ratio}-{seed}",
                     np.linspace(0, base + seed, 20),
@@ -604,13 +644,12 @@ def test_the_whole_report(tmp_path, capsys):
     out = tmp_path / "report"
     report.main([str(tmp_path / "runs"), "--out", str(out), *REPS])
     shown = capsys.readouterr()
-    assert "18 runs of 6 settings" in shown.out
+    assert "21 runs of 6 settings" in shown.out
     assert "FEW SEEDS" in shown.err
     page = (out / "report.md").read_text()
     for words in ("FEW SEEDS", "TD3, each method at its best", "TD3, replay ratio 1", "SUNRISE"):
         assert words in page
     assert "replay ratio 20" not in page  # where there is one method
-    assert "all at replay ratio" not in page
     assert page.index("FEW SEEDS") < page.index("| environment |")
 
     frame = pd.read_csv(out / "table.csv")
@@ -623,6 +662,7 @@ def test_the_whole_report(tmp_path, capsys):
     assert f"{np.mean(scores):.0f} ± {np.std(scores, ddof=1):.0f}" in page
     assert cell["replay_ratio"] == 20
     assert len(pd.read_csv(out / "pooled.csv")) == 4
+    assert set(pd.read_csv(out / "paired.csv")["method"]) == {"nmer"}
     settings = pd.read_csv(out / "settings.csv")
     assert len(settings) == 6
     assert settings["runs"][0].split()[0].startswith(str(tmp_path))
@@ -656,7 +696,7 @@ def written(tmp_path_factory):
 
 def test_the_markdown_is_well_formed(written):
     made = rows_of((written / "report.md").read_text())
-    assert len(made) == 6
+    assert len(made) == 8
     for table in made:
         assert set(map(len, table)) == {len(table[0])}
         assert all(set(entry.strip()) == {"-"} for entry in table[1])
@@ -666,9 +706,9 @@ def test_the_markdown_is_well_formed(written):
 def test_the_latex_is_well_formed(written):
     source = (written / "tables.tex").read_text()
     plain = source.replace(r"\\", "")
-    assert source.count(r"\begin{table}") == source.count(r"\end{table}") == 6
+    assert source.count(r"\begin{table}") == source.count(r"\end{table}") == 8
     bodies = re.findall(r"\\begin{tabular}{(l+)}\n(.*?)\\end{tabular}", source, flags=re.DOTALL)
-    assert len(bodies) == 6
+    assert len(bodies) == 8
     for columns, body in bodies:
         lines = [line for line in body.splitlines() if line != r"\hline"]
         for line in lines:
@@ -697,7 +737,7 @@ def test_a_table_at_a_glance():
             ["Hopper-v5", "150 ± 71", "250 ± 141"],
             ["Swimmer-v5, 100,000 frames", "–", "4.0"],
             ["Swimmer-v5, 200,000 frames", "–", "3.0"],
-            ["Δ NMER", "-40.0 %", "+0.0 %"],
+            ["Δ NMER", "-40.0 % (1)", "+0.0 % (3)"],
         ],
     )
 
@@ -713,13 +753,17 @@ def test_curves_show_seeds_bands_and_quoted_lines(tmp_path, monkeypatch):
     levels = {line.get_label(): line.get_ydata() for line in whole.lines}
     for name, figure in paper.quoted("Hopper").items():
         assert set(levels[f"{name} (quoted)"]) == {figure.mean}
-    assert all(line.get_linestyle() == "--" for line in whole.lines[1:])
+    seeds = [line.get_ydata() for line in whole.lines if line.get_label().startswith("_")]
+    assert sorted(line[0] for line in seeds) == [100, 200, 300, 400]
+    assert [line.get_linestyle() for line in whole.lines[5:]] == ["--"] * len(
+        paper.quoted("Hopper")
+    )
     assert list(levels["uniform"]) == [250] * 20
     (band,) = whole.collections
     edges = band.get_paths()[0].vertices[:, 1]
     std = np.std([100, 200, 300, 400], ddof=1)
     assert (edges.min(), edges.max()) == pytest.approx((250 - std, 250 + std))
-    assert len(short.lines) == 1  # not at the paper's budget
+    assert len(short.lines) == 1 + 2  # not at the paper's budget
 
 
 # The command

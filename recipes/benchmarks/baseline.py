@@ -7,6 +7,10 @@
 It takes the same options as `recipes/td3.py`, acts in the same task with equal networks and
 settings, is evaluated from the same starts, and writes the same files, so that `recipes/report.py`
 compares the two: its replay method is called "stable-baselines3". It cannot be resumed.
+
+What differs: a seed gives other networks and resets than in our recipe; random actions before
+learning have exploration noise added; an evaluation comes before the updates of its frame, not
+after them; and a step that both terminates and reaches the time limit counts as terminal.
 """
 
 from __future__ import annotations
@@ -24,8 +28,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common.config import run_recipe
+from common.config import run_recipe, with_overrides
 from common.envs import make_env
+from common.errors import UsageError
 from common.evaluate import Evaluator
 from common.runs import Run
 
@@ -49,13 +54,21 @@ class Watch(BaseCallback):
             with run.clock("evaluation"), torch.no_grad():
                 episodes = self.evaluator.play(actor)
             returns = torch.tensor([sum(reward for *_, reward in steps) for steps, _ in episodes])
+            lengths = torch.tensor([float(len(steps)) for steps, _ in episodes])
             scores = {"eval/return": returns.mean(), "eval/return_std": returns.std(correction=0)}
+            scores["eval/length"] = lengths.mean()
             run.log(frame, self.returns, {name: float(score) for name, score in scores.items()})
         return run.interrupted is None
 
 
 def train(cfg: DictConfig) -> None:
     """One run."""
+    if cfg.actor_l2 or cfg.grad_clip is not None or cfg.replay_ratio != int(cfg.replay_ratio):
+        raise UsageError(
+            f"actor_l2={cfg.actor_l2}, grad_clip={cfg.grad_clip}, replay_ratio={cfg.replay_ratio}: "
+            "Stable-Baselines3 has neither of the first two, and whole ratios only; give "
+            "actor_l2=0 grad_clip=null replay_ratio=1, or another integer."
+        )
     torch.set_num_threads(cfg.threads)
     run, env = Run(cfg), make_env(cfg.env)
     actions = env.action_space.shape
@@ -69,7 +82,7 @@ def train(cfg: DictConfig) -> None:
         tau=cfg.tau,
         gamma=cfg.gamma,
         train_freq=1,
-        gradient_steps=cfg.replay_ratio,
+        gradient_steps=int(cfg.replay_ratio),
         action_noise=NormalActionNoise(
             torch.zeros(actions), cfg.exploration_noise * torch.ones(actions)
         ),
@@ -88,5 +101,6 @@ def train(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:1] = ["replay=uniform", "replay.kind=stable-baselines3"]
+    ours = ["replay=uniform", "replay.kind=stable-baselines3"]
+    sys.argv[1:] = with_overrides(sys.argv[1:], ours)
     run_recipe(train, "td3")

@@ -125,12 +125,13 @@ def bench_sample(args: argparse.Namespace) -> list[dict[str, Any]]:
                 storage=plain, sampler=TablePairs(table), transform=BareFold(), batch_size=BATCH
             )
             state = {"search": graph.state_dict()}
+            del graph
             for name, storage in storages.items():
                 buffer = make_replay_buffer("nmer", capacity=n, batch_size=BATCH, storage=storage)
                 buffer.sampler.load_state_dict(state)
                 buffer.sample()
                 buffers[name] = buffer
-            del state, graph, points
+            del state, points
             calls = {name: buffer.sample for name, buffer in buffers.items()}
             times = side_by_side(calls, rounds=args.rounds, repeat=200)
             buffers["nmer"].extend(

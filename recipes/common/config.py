@@ -71,6 +71,13 @@ def register_launchers() -> None:
         store.store(name=name, node=node, group=group, provider="recipes")
 
 
+def with_overrides(arguments: list[str], overrides: list[str]) -> list[str]:
+    """A command line with some overrides before its own: Hydra takes them only all together."""
+    given = (i for i, word in enumerate(arguments) if "=" in word and not word.startswith("-"))
+    at = next(given, len(arguments))
+    return [*arguments[:at], *overrides, *arguments[at:]]
+
+
 def run_recipe(
     train: Callable[[DictConfig], None],
     name: str,

@@ -71,13 +71,9 @@ class Comparison:
     @property
     def title(self) -> str:
         """For people."""
-        ratios = {cell.replay_ratio for cell in self.cells}
+        how = f"replay ratio {self.name.removeprefix('ratio-')}"
         if self.name == "best":
             how = "each method at its best"
-            if len(ratios) == 1:
-                how += f", all at replay ratio {ratios.pop():g}"
-        else:
-            how = f"replay ratio {self.name.removeprefix('ratio-')}"
         return f"{self.algorithm.upper()}, {how}"
 
     @property
@@ -179,19 +175,20 @@ def _differing(groups: list[tuple[RunData, ...]]) -> list[str]:
 def compare(cells: Iterable[Cell]) -> list[Comparison]:
     """For each algorithm: every method at its best, and all methods at each replay ratio.
 
-    The best setting is the one with the highest mean score. A comparison at one replay ratio is
-    left out where it would have a single method, or where there is only one ratio anyway.
+    The best setting is the one with the highest mean score. With a single replay ratio there is
+    but that one comparison; among several, one that would have a single method is left out.
     """
     algorithms: dict[str, list[Cell]] = defaultdict(list)
     for cell in cells:
         algorithms[cell.task.algorithm].append(cell)
     comparisons = []
     for algorithm, members in sorted(algorithms.items()):
-        comparisons.append(Comparison(algorithm, "best", _best(members)))
         ratios = sorted({cell.replay_ratio for cell in members})
-        for ratio in ratios if len(ratios) > 1 else []:
+        if len(ratios) > 1:
+            comparisons.append(Comparison(algorithm, "best", _best(members)))
+        for ratio in ratios:
             equal = _best(cell for cell in members if cell.replay_ratio == ratio)
-            if len({cell.method for cell in equal}) > 1:
+            if len(ratios) == 1 or len({cell.method for cell in equal}) > 1:
                 comparisons.append(Comparison(algorithm, f"ratio-{ratio:g}", equal))
     return comparisons
 

@@ -14,16 +14,32 @@ from reporting.estimates import REPS, normalize, profiles
 from reporting.figures import draw_curves, draw_profiles
 from reporting.notices import tell_about_cells, tell_about_comparison
 from reporting.read import Tell
-from reporting.tables import make_pooled_table, make_table, pool
-from reporting.text import latex, markdown, show_glance, show_pooled_table, show_table
+from reporting.tables import (
+    has_enough,
+    make_paired_table,
+    make_pooled_table,
+    make_table,
+    pool,
+)
+from reporting.text import (
+    latex,
+    markdown,
+    show_glance,
+    show_paired_table,
+    show_pooled_table,
+    show_table,
+)
 
 _LEGEND = f"""\
 Scores are the mean of the last {WINDOW} evaluations of a run; mean ± standard deviation and the
 interquartile mean (IQM) are over seeds, with 95 % stratified-bootstrap intervals. P(> uniform) is
 the probability that a run beats one of uniform replay. Δ NMER is the change against NMER in
-percent, averaged over as many tasks as are in brackets. Rows without seeds are quoted by the paper.
-The best setting of a method is the one with the highest mean of these very runs, which flatters
-methods with more settings. At equal replay ratio the paper's figures are of its ablations.
+percent, averaged over as many tasks as are in brackets. Seed by seed, differences are from uniform
+replay, with Student's intervals; the area is the mean return of all evaluations after the random
+frames. Normalized scores are scaled by the lowest and the highest of these very runs, and are not
+to be quoted elsewhere. Rows without seeds are quoted by the paper. Where methods are at their best,
+that is the setting with the highest mean of these very runs, which flatters methods with more
+settings. At equal replay ratio the paper's figures are of its ablations.
 """
 
 
@@ -37,21 +53,25 @@ def write_report(
         tell_about_comparison(comparison, tell)
     out.mkdir(parents=True, exist_ok=True)
     methods = sorted({cell.method for cell in cells}, key=lambda name: (name != "nmer", name))
-    tables, pooled, page, tex = [], [], [], []
+    tables, paired, pooled, page, tex = [], [], [], [], []
     for comparison in tqdm(comparisons, desc="statistics", unit="comparison", disable=None):
         tables.append(make_table(comparison, reps=reps))
+        paired.append(make_paired_table(comparison))
         pooled.append(make_pooled_table(comparison, reps=reps))
-        page.append(_section(out, comparison, tables[-1], pooled[-1], methods, reps))
+        page.append(_section(out, comparison, tables[-1], paired[-1], pooled[-1], methods, reps))
         glance = show_glance(tables[-1], pooled[-1])
         tex.append(latex(glance, f"{comparison.title}: mean ± standard deviation"))
         tex.append(latex(show_table(tables[-1]), f"{comparison.title}: all statistics"))
+        if len(paired[-1]):
+            tex.append(latex(show_paired_table(paired[-1]), f"{comparison.title}: seed by seed"))
         tex.append(latex(show_pooled_table(pooled[-1]), f"{comparison.title}: all tasks"))
     _join(tables).to_csv(out / "table.csv", index=False)
+    _join(paired).to_csv(out / "paired.csv", index=False)
     _join(pooled).to_csv(out / "pooled.csv", index=False)
     _settings(cells).to_csv(out / "settings.csv", index=False)
     (out / "tables.tex").write_text("\n".join(tex))
     ordered = notices[len(about_runs) :] + about_runs  # what matters most comes first
-    first = "".join(f"- {notice}\n" for notice in ordered) or "- Nothing to object to.\n"
+    first = "".join(f"- {notice}\n" for notice in ordered) or "- No notices.\n"
     (out / "report.md").write_text(
         "\n".join(["# Report\n", "## Read this first\n", first, _LEGEND, *page])
     )
@@ -66,6 +86,7 @@ def _section(
     out: Path,
     comparison: Comparison,
     table: pd.DataFrame,
+    paired: pd.DataFrame,
     pooled: pd.DataFrame,
     methods: list[str],
     reps: int,
@@ -76,12 +97,13 @@ def _section(
         f"## {comparison.title}\n",
         markdown(show_glance(table, pooled)),
         markdown(show_table(table)),
-        "All tasks:\n",
-        markdown(show_pooled_table(pooled)),
-        f"![Learning curves](curves-{name}.png)\n",
     ]
+    if len(paired):
+        parts += ["Seed by seed, beside uniform replay:\n", markdown(show_paired_table(paired))]
+    parts += ["All tasks:\n", markdown(show_pooled_table(pooled))]
+    parts.append(f"![Learning curves](curves-{name}.png)\n")
     _, scores = pool(comparison)
-    if scores:
+    if has_enough(scores):
         shares = profiles(normalize(scores), reps=reps)
         draw_profiles(out / f"profiles-{name}.png", comparison.title, shares, methods)
         parts.append(f"![Performance profiles](profiles-{name}.png)\n")

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from rliable import library, metrics
-from scipy.stats import mannwhitneyu
+from scipy.stats import mannwhitneyu, t
 
 Scores = NDArray[np.float64]
 REPS = 2_000  # bootstrap samples
+FEW = 10  # seeds below which no order of methods is settled
+LEAST = 3  # seeds below which a probability or a normalized score says nothing
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,15 @@ def _probability(scores: Scores, baseline: Scores) -> float:
     """As `rliable.metrics.probability_of_improvement`, for all tasks in one call."""
     pairs = len(scores) * len(baseline)
     return float(mannwhitneyu(scores, baseline, method="asymptotic").statistic.mean() / pairs)
+
+
+def mean_difference(differences: Scores) -> Estimate:
+    """Mean of paired differences `[n]`, with Student's interval."""
+    mean, n = float(differences.mean()), len(differences)
+    if n < 2:
+        return Estimate(mean)
+    half = float(t.ppf(0.975, n - 1) * differences.std(ddof=1) / np.sqrt(n))
+    return Estimate(mean, mean - half, mean + half)
 
 
 def profiles(scores: Mapping[str, Scores], *, reps: int = REPS) -> dict[str, Profile]:

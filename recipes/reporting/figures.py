@@ -67,14 +67,15 @@ def draw_curves(path: Path, comparison: Comparison, methods: list[str]) -> None:
 
 
 def _draw_cell(axes: Axes, cell: Cell, color: Any) -> None:
-    """The mean of the smoothed returns over seeds, and one standard deviation around it."""
+    """The mean of the smoothed returns over seeds, one standard deviation around it, and each."""
     frames = reduce(np.intersect1d, [run.frames for run in cell.runs])
     curves = np.stack([run.smooth_returns[np.isin(run.frames, frames)] for run in cell.runs])
     mean = curves.mean(0)
     axes.plot(frames, mean, color=color, label=cell.method)
     if len(curves) > 1:
         std = curves.std(0, ddof=1)
-        axes.fill_between(frames, mean - std, mean + std, color=color, alpha=0.2, linewidth=0)
+        axes.fill_between(frames, mean - std, mean + std, color=color, alpha=0.15, linewidth=0)
+        axes.plot(frames, curves.T, color=color, alpha=0.5, linewidth=0.6)
 
 
 def _draw_quoted(axes: Axes, task: Task) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from common import paper
 
 from reporting.cells import Cell, Comparison, Task
+from reporting.estimates import FEW
 from reporting.read import Tell
 from reporting.tables import pool
 
@@ -17,13 +18,14 @@ _OF_A_METHOD = ("replay", "replay_ratio", "actor_l2", "grad_clip")
 
 def tell_about_cells(cells: Sequence[Cell], tell: Tell) -> None:
     """Few seeds, several budgets or versions, and what differs from the paper's."""
-    few = [cell for cell in cells if len(cell.runs) < paper.SEEDS]
+    few = [cell for cell in cells if len(cell.runs) < FEW]
     if few:
         names = _some([f"{cell.label}: {len(cell.runs)}" for cell in few])
         tell(
-            f"FEW SEEDS: {len(few)} of {len(cells)} rows have fewer than the paper's "
-            f"{paper.SEEDS} seeds ({names}). Bootstrap intervals of so few are too narrow, and no "
-            "order of methods is settled by them."
+            f"FEW SEEDS: {len(few)} of {len(cells)} rows have fewer than {FEW} seeds ({names}). "
+            "Bootstrap intervals of so few are too narrow: with up to four seeds they are no more "
+            "than the lowest and the highest run, which hold the center of a symmetric "
+            "distribution with a probability of 50, 75 and 87.5 % for two, three and four."
         )
     tasks = sorted({cell.task for cell in cells})
     envs: dict[tuple[str, str], list[Task]] = defaultdict(list)
@@ -77,7 +79,7 @@ def tell_about_comparison(comparison: Comparison, tell: Tell) -> None:
         if method not in comparison.methods:
             tell(f"No {missing} for {comparison.title}: there is no run of {method}.")
     tasks, scores = pool(comparison)
-    if left := [task.name for task in comparison.tasks if task not in tasks]:
+    if left := [f"{t.name} ({t.frames:,})" for t in comparison.tasks if t not in tasks]:
         tell(
             f"{comparison.title}: pooled over {len(tasks)} of {len(comparison.tasks)} tasks, those "
             f"that every method was run on; without {', '.join(left)}."

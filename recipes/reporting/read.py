@@ -95,6 +95,12 @@ class RunData:
         return float(self.returns[-WINDOW:].mean())
 
     @property
+    def area(self) -> float:
+        """Mean of all evaluations after the random frames; NaN where there is none."""
+        after = self.returns[self.frames > int(self.config.get("random_frames") or 0)]
+        return float(after.mean()) if len(after) else math.nan
+
+    @property
     def smooth_returns(self) -> NDArray[np.float64]:
         """The score at each evaluation: `[n]`, of which the last is `score`."""
         ends = range(1, len(self.returns) + 1)

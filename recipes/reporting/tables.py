@@ -10,7 +10,16 @@ import pandas as pd
 from common import paper
 
 from reporting.cells import Cell, Comparison, Task
-from reporting.estimates import REPS, Scores, change, improvement, interquartile_mean, normalize
+from reporting.estimates import (
+    LEAST,
+    REPS,
+    Scores,
+    change,
+    improvement,
+    interquartile_mean,
+    mean_difference,
+    normalize,
+)
 
 
 def paper_figure(comparison: Comparison, task: Task, method: str) -> paper.Figure | None:
@@ -30,8 +39,7 @@ def make_table(comparison: Comparison, *, reps: int = REPS) -> pd.DataFrame:
                 if (cell := comparison.cell(task, method)) is not None:
                     rows.append(_row(comparison, cell, reps))
         budgets = {task.frames for task in comparison.tasks if task.env == env}
-        quoted = comparison.name == "best" and paper.FRAMES in budgets
-        for method, figure in paper.quoted(env).items() if quoted else ():
+        for method, figure in paper.quoted(env).items() if paper.FRAMES in budgets else ():
             place = Task(comparison.algorithm, env, "", paper.FRAMES)
             rows.append(_place(comparison, place, method) | _printed(figure))
     return pd.DataFrame(rows)
@@ -66,7 +74,8 @@ def _row(comparison: Comparison, cell: Cell, reps: int) -> dict[str, object]:
         "iqm_high": middle.high,
     }
     uniform, nmer = comparison.cell(task, "uniform"), comparison.cell(task, "nmer")
-    if uniform is not None and uniform is not cell:
+    enough = uniform is not None and min(len(cell.runs), len(uniform.runs)) >= LEAST
+    if uniform is not None and uniform is not cell and enough:
         row["p_improvement"] = improvement(scores, uniform.scores[:, None], reps=0).value
     if nmer is not None:
         row["change_percent"] = change(cell.mean, nmer.mean)
@@ -80,6 +89,32 @@ def _row(comparison: Comparison, cell: Cell, reps: int) -> dict[str, object]:
         "seconds_per_run": seconds.mean(),
         "updates_per_second": updates.sum() / seconds.sum(),
     }
+
+
+def make_paired_table(comparison: Comparison) -> pd.DataFrame:
+    """One row for each task and method but uniform: its scores less uniform's, seed by seed.
+
+    The same seed gives the recipes' methods the same networks, random frames and resets. The area
+    is the mean return of all evaluations after the random frames: how early, not how far.
+    """
+    rows = []
+    for cell in comparison.cells:
+        uniform = comparison.cell(cell.task, "uniform")
+        if uniform is None or uniform is cell:
+            continue
+        others = {run.seed: run for run in uniform.runs}
+        pairs = [(run, others[run.seed]) for run in cell.runs if run.seed in others]
+        if not pairs:
+            continue
+        row = _place(comparison, cell.task, cell.method) | {"seeds": len(pairs)}
+        for name in ("score", "area"):
+            gaps = np.array([getattr(run, name) - getattr(other, name) for run, other in pairs])
+            estimate = mean_difference(gaps)
+            row |= {name: estimate.value, f"{name}_low": estimate.low}
+            row |= {f"{name}_high": estimate.high, f"{name}_ahead": int((gaps > 0).sum())}
+            row[f"{name}_by_seed"] = " ".join(f"{gap:.6g}" for gap in gaps)
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def pool(comparison: Comparison) -> tuple[list[Task], dict[str, Scores]]:
@@ -99,10 +134,16 @@ def pool(comparison: Comparison) -> tuple[list[Task], dict[str, Scores]]:
     return tasks, scores
 
 
+def has_enough(scores: dict[str, Scores]) -> bool:
+    """Whether there are seeds enough to speak of all tasks at once."""
+    return bool(scores) and min(len(matrix) for matrix in scores.values()) >= LEAST
+
+
 def make_pooled_table(comparison: Comparison, *, reps: int = REPS) -> pd.DataFrame:
     """One row for each method, over all tasks."""
     tasks, scores = pool(comparison)
     normal = normalize(scores) if scores else {}
+    enough = has_enough(scores)
     rows = []
     for method in comparison.methods:
         row: dict[str, object] = {
@@ -111,10 +152,11 @@ def make_pooled_table(comparison: Comparison, *, reps: int = REPS) -> pd.DataFra
             "method": method,
         }
         if tasks:
-            middle = interquartile_mean(normal[method], reps=reps)
             row |= {"tasks": len(tasks), "seeds": len(scores[method])}
+        if enough:
+            middle = interquartile_mean(normal[method], reps=reps)
             row |= {"iqm": middle.value, "iqm_low": middle.low, "iqm_high": middle.high}
-        if tasks and "uniform" in scores and method != "uniform":
+        if enough and "uniform" in scores and method != "uniform":
             better = improvement(scores[method], scores["uniform"], reps=reps)
             row |= {"p_improvement": better.value}
             row |= {"p_low": better.low, "p_high": better.high}

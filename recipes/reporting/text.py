@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable
 
 import pandas as pd
-from common import paper
 from common.runs import duration
+
+from reporting.estimates import FEW
 
 NONE = "–"
 Text = tuple[list[str], list[list[str]]]  # a header, and rows of as many entries
@@ -28,14 +29,15 @@ def show_glance(table: pd.DataFrame, pooled: pd.DataFrame) -> Text:
         task = f"{env}-{version}" if version else env
         budgets = ours[(ours["env"] == env) & (ours["version"] == version)]["frames"].nunique()
         rows.append([f"{task}, {frames:,} frames" if budgets > 1 else task, *shown])
-    changes = dict(zip(methods, pooled["change_percent"], strict=True))
-    rows.append(["Δ NMER", *(_format(changes[name], "{:+.1f} %") for name in methods)])
+    if pooled["change_percent"].notna().any():
+        changes = zip(pooled["change_percent"], pooled["change_tasks"], strict=True)
+        rows.append(["Δ NMER", *(_share(percent, tasks) for percent, tasks in changes)])
     return ["environment", *methods], rows
 
 
 def show_table(frame: pd.DataFrame) -> Text:
     """The columns of `make_table` as people read them."""
-    header = ["environment", "frames", "method", "ratio", "seeds", "mean ± std", "paper"]
+    header = ["environment", "frames", "method", "ratio", "seeds", "mean ± std", "paper, 200K"]
     header += ["IQM [95 %]", "P(> uniform)", "Δ NMER", "paper's Δ NMER"]
     header += ["time per run", "updates/s"]
     rows = []
@@ -54,7 +56,7 @@ def show_table(frame: pd.DataFrame) -> Text:
                 f"{row['frames']:,}",
                 " ".join([row["method"], row["setting"]]).strip(),
                 f"{row['replay_ratio']:g}",
-                f"{seeds} (few)" if seeds < paper.SEEDS else str(seeds),
+                f"{seeds} (few)" if seeds < FEW else str(seeds),
                 _plus_minus(row["mean"], row["std"]),
                 printed,
                 _interval(row["iqm"], row["iqm_low"], row["iqm_high"]),
@@ -65,6 +67,25 @@ def show_table(frame: pd.DataFrame) -> Text:
                 _format(row["updates_per_second"], "{:.0f}"),
             ]
         )
+    return header, rows
+
+
+def show_paired_table(frame: pd.DataFrame) -> Text:
+    """The columns of `make_paired_table` as people read them."""
+    header = ["environment", "method", "seeds", "score [95 %]", "ahead", "by seed"]
+    header += ["area [95 %]", "ahead", "by seed"]
+    rows = []
+    for row in frame.to_dict("records"):
+        env = f"{row['env']}-{row['version']}" if row["version"] else row["env"]
+        line = [env, row["method"], str(row["seeds"])]
+        for name in ("score", "area"):
+            value, low, high = row[name], row[f"{name}_low"], row[f"{name}_high"]
+            how = _digits(value).replace(":", ":+")
+            line.append(_interval(value, low, high, how))
+            line.append(f"{row[f'{name}_ahead']} of {row['seeds']}")
+            gaps = [float(gap) for gap in row[f"{name}_by_seed"].split()]
+            line.append(", ".join(_format(gap, how) for gap in gaps))
+        rows.append(line)
     return header, rows
 
 
@@ -113,7 +134,8 @@ def _interval(
     if value is None or math.isnan(value):
         return NONE
     how = how or _digits(value)
-    bounds = "" if _missing(low) else f" [{_format(low, how)}, {_format(high, how)}]"
+    alone = _missing(low) or low == high  # so few runs that each draw of them gave the same
+    bounds = "" if alone else f" [{_format(low, how)}, {_format(high, how)}]"
     return _format(value, how) + bounds
 
 
