@@ -29,7 +29,7 @@ from pathlib import Path
 
 from common import paper
 
-FRAMES, SEEDS, SECONDS = 200_000, 4, 60.0
+FRAMES, SEEDS, SECONDS = paper.FRAMES, paper.SEEDS, 60.0
 EVALUATIONS, EPISODES, LIMIT = 100, 5, 1_000  # of a run, of an evaluation, steps of an episode
 _KINDS = {name: kind for kind, name in paper.KINDS.items()}
 _SETTINGS = {"k": "replay.k"} | {n: n for n in ("replay_ratio", "actor_l2", "grad_clip")}
