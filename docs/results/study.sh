@@ -30,10 +30,10 @@ pendulum)
         total_frames=10000 random_frames=1500 replay_ratio=5
     ;;
 baseline)
-    "$python" -c "import stable_baselines3" # before hours of other runs; pip install stable-baselines3
-    sweep recipes/td3.py baseline seed='range(3)' env=HalfCheetah,Hopper replay=uniform \
-        total_frames=50000 replay_ratio=1
+    # Theirs first: without `pip install stable-baselines3` it ends here, and not after hours.
     sweep recipes/benchmarks/baseline.py baseline seed='range(3)' env=HalfCheetah,Hopper \
+        total_frames=50000 replay_ratio=1
+    sweep recipes/td3.py baseline seed='range(3)' env=HalfCheetah,Hopper replay=uniform \
         total_frames=50000 replay_ratio=1
     ;;
 pairings)
