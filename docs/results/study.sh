@@ -20,7 +20,7 @@ copy() { # the small files of complete runs, which are what is kept with the pro
 
 mkdir -p runs/study
 copy docs/results runs/study # so that no run is made twice
-case ${1:?main, pendulum, baseline, pairings, ratio20, sac or keep} in
+case ${1:?main, pendulum, baseline, pairings, ratio20, sac, ant or keep} in
 main)
     sweep recipes/td3.py main seed='range(4)' env=HalfCheetah,Walker2d,Hopper replay=uniform,nmer \
         total_frames=30000 random_frames=5000 replay_ratio=5
@@ -48,6 +48,10 @@ sac)
     sweep recipes/sac.py sac seed='range(4)' env=HalfCheetah,Walker2d replay=uniform,nmer \
         total_frames=30000 random_frames=5000 replay_ratio=5
     ;;
+ant)
+    sweep recipes/td3.py ant seed='range(4)' env=Ant replay=uniform,nmer \
+        total_frames=30000 random_frames=5000 replay_ratio=5
+    ;;
 keep) ;; # no run: what has been completed so far
 *)
     echo "no part $1" >&2
@@ -57,5 +61,7 @@ esac
 
 copy runs/study docs/results
 for part in docs/results/*/; do
-    "$python" recipes/report.py "${part%/}" --out "${part%/}"
+    runs=("${part%/}")
+    [[ $part != */pairings/ ]] || runs+=(docs/results/main/env=HalfCheetah*) # what they are compared with
+    "$python" recipes/report.py "${runs[@]}" --out "${part%/}"
 done
