@@ -52,7 +52,8 @@ def write_report(
     for comparison in comparisons:
         tell_about_comparison(comparison, tell)
     out.mkdir(parents=True, exist_ok=True)
-    methods = sorted({cell.method for cell in cells}, key=lambda name: (name != "nmer", name))
+    methods = ["nmer", "uniform"]  # which have the same colors in every report
+    methods += sorted({cell.method for cell in cells} - set(methods))
     tables, paired, pooled, page, tex = [], [], [], [], []
     for comparison in tqdm(comparisons, desc="statistics", unit="comparison", disable=None):
         tables.append(make_table(comparison, reps=reps))
