@@ -8,7 +8,10 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
+import pandas as pd
 import pytest
+import yaml
 from test_recipe_parts import RECIPES
 
 ROOT = RECIPES.parent
@@ -56,3 +59,60 @@ def test_runs_are_complete_and_say_nothing_of_the_machine():
         assert summary["score"] == pytest.approx(sum(last) / len(last))
         assert summary["versions"].keys() >= {"torch", "torchrl", "mujoco"}
         assert not re.search(r"(^|\s)/\w", (run / "config.yaml").read_text()), run.name
+
+
+def series(part: str, env: str, method: str) -> list[pd.DataFrame]:
+    """The evaluations of each seed after the random frames."""
+    tables = {}
+    for run in (RESULTS / part).glob("env=*"):
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        if (config["env"]["name"], config["replay"]["kind"]) == (env, method):
+            table = pd.read_csv(run / "metrics.csv")
+            table["score"] = table["eval/return"].rolling(11, min_periods=1).mean()
+            table["learned"] = table["frames"] - config["random_frames"]
+            tables[config["seed"]] = table[table["learned"] > 0]
+    return [tables[seed] for seed in sorted(tables)]
+
+
+def span(values) -> tuple[float, float]:
+    return min(values), max(values)
+
+
+# Numbers of the page's text that stand in no table.
+
+
+def test_words_on_halfcheetah():
+    uniform, nmer = (series("main", "HalfCheetah", method) for method in ("uniform", "nmer"))
+    pairs = list(zip(uniform, nmer, strict=True))
+    there = [b.learned[b.score >= a.score.iloc[-1]].iloc[0] for a, b in pairs]
+    assert span(there) == (10_300, 16_600)
+    above = [[t.frames[t["eval/overestimation"] > 0].iloc[-1] for t in x] for x in (uniform, nmer)]
+    assert span(above[0]) == (13_500, 19_200)
+    assert max(above[1]) == 9_300
+    few = series("baseline", "HalfCheetah", "uniform")
+    scores = [table.score[table.learned == 25_000].item() for table in few]
+    assert len(scores) == 3
+    assert (round(np.mean(scores)), round(np.std(scores, ddof=1))) == (1302, 177)
+
+
+def test_words_on_walker():
+    uniform, nmer = (series("main", "Walker2d", method) for method in ("uniform", "nmer"))
+    lengths = pd.concat([table["eval/length"].tail(11) for table in uniform + nmer])
+    assert span(lengths.round()) == (71, 379)
+    for one, other in zip(uniform, nmer, strict=True):
+        errors = [table["eval/overestimation"] for table in (one, other)]
+        assert errors[1].mean() < errors[0].mean()
+        assert all(error.tail(11).mean() > 0 for error in errors)
+
+
+def test_words_on_hopper():
+    uniform, nmer = (series("main", "Hopper", method) for method in ("uniform", "nmer"))
+    stands = [table.frames[table["eval/length"] == 1000] for table in uniform + nmer]
+    assert [seed for seed, frames in enumerate(stands) if len(frames)] == [0, 1, 4 + 1]
+    assert span([f.iloc[-1] - f.iloc[0] for f in stands if len(f)]) == (1_500, 6_300)
+
+
+@pytest.mark.parametrize(("method", "frames"), [("uniform", (4500, 5700)), ("nmer", (4200, 6600))])
+def test_words_on_the_pendulum(method, frames):
+    tables = series("pendulum", "InvertedDoublePendulum", method)
+    assert span([table.frames[table["eval/length"] == 1000].iloc[0] for table in tables]) == frames

@@ -20,7 +20,7 @@ copy() { # the small files of complete runs, which are what is kept with the pro
 
 mkdir -p runs/study
 copy docs/results runs/study # so that no run is made twice
-case ${1:?main, pendulum, baseline, longer, pairings, ratio20, sac, ant or keep} in
+case ${1:?main, pendulum, baseline, baseline5, longer, pairings, ratio20, sac, ant or keep} in
 main)
     sweep recipes/td3.py main seed='range(4)' env=HalfCheetah,Walker2d,Hopper replay=uniform,nmer \
         total_frames=30000 random_frames=5000 replay_ratio=5
@@ -35,6 +35,10 @@ baseline)
         total_frames=50000 replay_ratio=1
     sweep recipes/td3.py baseline seed='range(3)' env=HalfCheetah,Hopper replay=uniform \
         total_frames=50000 replay_ratio=1
+    ;;
+baseline5) # at the ratio of main
+    sweep recipes/benchmarks/baseline.py baseline5 seed='range(4)' env=HalfCheetah \
+        total_frames=30000 random_frames=5000 replay_ratio=5
     ;;
 longer)
     sweep recipes/td3.py longer seed='range(4)' env=Walker2d replay=uniform,nmer \
@@ -66,6 +70,9 @@ esac
 copy runs/study docs/results
 for part in docs/results/*/; do
     runs=("${part%/}")
-    [[ $part != */pairings/ ]] || runs+=(docs/results/main/env=HalfCheetah*) # what they are compared with
+    case $part in # what they are compared with
+    */pairings/) runs+=(docs/results/main/env=HalfCheetah*) ;;
+    */baseline5/) runs+=(docs/results/main/env=HalfCheetah*replay=uniform*) ;;
+    esac
     "$python" recipes/report.py "${runs[@]}" --out "${part%/}"
 done
