@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# The runs of a study of NMER beside uniform replay. Started again it skips what is complete and goes on with the rest.
-#   bash docs/results/study.sh main        # one part; see the cases below
+# Runs one part of the study, then makes its report. Started again, it skips the runs that are complete and goes on with
+# the others from their checkpoints. docs/protocol.md says what each part is for.
+#   bash docs/results/study.sh rivals      # one part; see the cases below
+#   bash docs/results/study.sh keep        # no run: copies what is complete and makes every report
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python}
@@ -8,6 +10,11 @@ python=${PYTHON:-python}
 sweep() { # a script, the place of its runs, then its options: two runs at a time, one thread each
     OMP_NUM_THREADS=1 "$python" "$1" -m "hydra.sweep.dir=runs/study/$2" hydra/launcher=joblib \
         hydra.launcher.n_jobs=2 logger=csv "${@:3}"
+}
+
+first() { # of the first study, whose targets moved with the actor; the names of its runs do not say so
+    sweep "$1" "$2" target_interval=2 "${@:3}" \
+        'hydra.job.config.override_dirname.exclude_keys=[logger,threads,device,compile,video,checkpoint_every,resume,target_interval]'
 }
 
 copy() { # the small files of complete runs, which are what is kept with the project
@@ -20,47 +27,57 @@ copy() { # the small files of complete runs, which are what is kept with the pro
 
 mkdir -p runs/study
 copy docs/results runs/study # so that no run is made twice
-case ${1:?main, pendulum, baseline, baseline5, longer, pairings, ratio20, sac, ant or keep} in
+case ${1:?rivals, suite, ratio20, walkers, sac, main, pendulum, baseline, baseline5, pairings or keep} in
+rivals)
+    sweep recipes/td3.py rivals seed='range(5)' env=HalfCheetah replay=uniform,nmer,ct,1nn,mixup \
+        total_frames=30000 random_frames=5000 replay_ratio=5
+    ;;
+suite)
+    sweep recipes/td3.py suite seed='range(4)' env=dm_control \
+        env.name=walker-walk,walker-run,cheetah-run,finger-spin replay=uniform,nmer,ct \
+        total_frames=30000 random_frames=3000 replay_ratio=5
+    ;;
+ratio20)
+    sweep recipes/td3.py ratio20 seed='range(4)' env=HalfCheetah replay=uniform,nmer,ct \
+        total_frames=30000 random_frames=5000 replay_ratio=20
+    ;;
+walkers)
+    sweep recipes/td3.py walkers seed='range(4)' env=Walker2d replay=uniform,nmer \
+        total_frames=100000 replay_ratio=5
+    sweep recipes/td3.py walkers seed='range(4)' env=Ant env.version=v4 replay=uniform,nmer \
+        total_frames=100000 replay_ratio=5
+    ;;
+sac)
+    sweep recipes/sac.py sac seed='range(4)' env=HalfCheetah replay=uniform,nmer \
+        total_frames=30000 random_frames=5000 replay_ratio=5
+    sweep recipes/sac.py sac seed='range(4)' env=Walker2d replay=uniform,nmer \
+        total_frames=60000 random_frames=5000 replay_ratio=5
+    ;;
+# The first study
 main)
-    sweep recipes/td3.py main seed='range(4)' env=HalfCheetah,Walker2d,Hopper replay=uniform,nmer \
+    first recipes/td3.py main seed='range(4)' env=HalfCheetah,Walker2d,Hopper replay=uniform,nmer \
         total_frames=30000 random_frames=5000 replay_ratio=5
     ;;
 pendulum)
-    sweep recipes/td3.py pendulum seed='range(10)' env=InvertedDoublePendulum replay=uniform,nmer \
+    first recipes/td3.py pendulum seed='range(10)' env=InvertedDoublePendulum replay=uniform,nmer \
         total_frames=10000 random_frames=1500 replay_ratio=5
     ;;
 baseline)
     # Theirs first: without `pip install stable-baselines3` it ends here, and not after hours.
-    sweep recipes/benchmarks/baseline.py baseline seed='range(3)' env=HalfCheetah,Hopper \
+    first recipes/benchmarks/baseline.py baseline seed='range(3)' env=HalfCheetah,Hopper \
         total_frames=50000 replay_ratio=1
-    sweep recipes/td3.py baseline seed='range(3)' env=HalfCheetah,Hopper replay=uniform \
+    first recipes/td3.py baseline seed='range(3)' env=HalfCheetah,Hopper replay=uniform \
         total_frames=50000 replay_ratio=1
     ;;
 baseline5) # at the ratio of main
-    sweep recipes/benchmarks/baseline.py baseline5 seed='range(4)' env=HalfCheetah \
+    first recipes/benchmarks/baseline.py baseline5 seed='range(4)' env=HalfCheetah \
         total_frames=30000 random_frames=5000 replay_ratio=5
-    ;;
-longer)
-    sweep recipes/td3.py longer seed='range(4)' env=Walker2d replay=uniform,nmer \
-        total_frames=60000 random_frames=5000 replay_ratio=5 eval_every=300
     ;;
 pairings)
-    sweep recipes/td3.py pairings seed='range(4)' env=HalfCheetah replay=1nn,mixup,ct \
+    first recipes/td3.py pairings seed='range(4)' env=HalfCheetah replay=1nn,mixup,ct \
         total_frames=30000 random_frames=5000 replay_ratio=5
     ;;
-ratio20)
-    sweep recipes/td3.py ratio20 seed='range(4)' env=HalfCheetah,Hopper replay=uniform,nmer \
-        total_frames=15000 random_frames=5000 replay_ratio=20
-    ;;
-sac)
-    sweep recipes/sac.py sac seed='range(4)' env=HalfCheetah,Walker2d replay=uniform,nmer \
-        total_frames=30000 random_frames=5000 replay_ratio=5
-    ;;
-ant)
-    sweep recipes/td3.py ant seed='range(4)' env=Ant replay=uniform,nmer \
-        total_frames=30000 random_frames=5000 replay_ratio=5
-    ;;
-keep) ;; # no run: what has been completed so far
+keep) ;;
 *)
     echo "no part $1" >&2
     exit 2
