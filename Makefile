@@ -15,11 +15,17 @@ train: $(INSTALLED)
 	$(BIN)/python recipes/sac.py env=Walker2d $(ARGS)
 
 # What a user's machine goes through in days: kills, full disks, many writers, a ring written for an
-# hour. NMER_SOAK is how many times longer than in `make test` the tests run.
+# hour. NMER_SOAK is how many times longer than in `make test` the tests run. Property tests draw new
+# examples each time; a failure prints the seed, and `make soak SEED=...` draws the same again.
 NMER_SOAK ?= 25
 SOAK_MINUTES ?= 60
+ifndef SEED
+SEED := $(shell date +%s)
+endif
+SOAK := OMP_NUM_THREADS=1 NMER_SOAK=$(NMER_SOAK) $(BIN)/python -m pytest --hypothesis-profile=soak --hypothesis-seed=$(SEED)
 soak: $(INSTALLED)
-	OMP_NUM_THREADS=1 NMER_SOAK=$(NMER_SOAK) $(BIN)/python -m pytest tests/reliability -s $(ARGS)
+	$(SOAK) tests -m hypothesis --ignore=tests/reliability $(ARGS)
+	$(SOAK) tests/reliability -s $(ARGS)
 	$(BIN)/python recipes/benchmarks/soak.py million
 	$(BIN)/python recipes/benchmarks/soak.py ring --minutes $(SOAK_MINUTES)
 

@@ -1,75 +1,46 @@
 """Neighborhood Mixup Experience Replay (NMER) for TorchRL: a pair sampler and a transform."""
 
+from importlib import metadata
+
+from nmer_torchrl import methods
 from nmer_torchrl.buffers import PairPrioritizedReplayBuffer, make_replay_buffer
-from nmer_torchrl.gaussian_process import GaussianProcess
+from nmer_torchrl.methods import NMER, Method
 from nmer_torchrl.metrics import Euclidean, FeatureSpace, Mahalanobis, ProductNorm
+from nmer_torchrl.pairs import Neighborhoods, NeighborPairs, RandomPairs, SuccessorPairs
 from nmer_torchrl.samplers import (
-    CheckedPrioritizedSampler,
-    NeighborhoodSampler,
     NeighborPairSampler,
     PrioritizedNeighborPairSampler,
     RandomPairSampler,
-    ReplayOptimizationSampler,
-    SpreadSampler,
     TemporalPairSampler,
 )
-from nmer_torchrl.standardize import RunningStandardizer
 from nmer_torchrl.storages import PairStorage
-from nmer_torchrl.transforms import (
-    AmplitudeScaling,
-    DeltaMixup,
-    DensityFraction,
-    DistanceCap,
-    ExponentialFraction,
-    Fraction,
-    GaussianNoise,
-    GaussianProcessMixup,
-    LinearFraction,
-    MeanMixup,
-    MixReg,
-    NeighborhoodMixup,
-    PairMixup,
-    QuantileCap,
-    RewardMean,
-    RowCheck,
-    StateMixup,
-    TunedMixup,
-)
+from nmer_torchrl.transforms import GaussianNoise, PairMixup, StateMixup
+
+try:
+    __version__ = metadata.version("nmer-torchrl")
+except metadata.PackageNotFoundError:  # run from a copy of the source, without an installation
+    __version__ = "unknown"
 
 __all__ = [
-    "AmplitudeScaling",
-    "CheckedPrioritizedSampler",
-    "DeltaMixup",
-    "DensityFraction",
-    "DistanceCap",
+    "NMER",
     "Euclidean",
-    "ExponentialFraction",
     "FeatureSpace",
-    "Fraction",
     "GaussianNoise",
-    "GaussianProcess",
-    "GaussianProcessMixup",
-    "LinearFraction",
     "Mahalanobis",
-    "MeanMixup",
-    "MixReg",
+    "Method",
     "NeighborPairSampler",
-    "NeighborhoodMixup",
-    "NeighborhoodSampler",
+    "NeighborPairs",
+    "Neighborhoods",
     "PairMixup",
     "PairPrioritizedReplayBuffer",
     "PairStorage",
     "PrioritizedNeighborPairSampler",
     "ProductNorm",
-    "QuantileCap",
     "RandomPairSampler",
-    "ReplayOptimizationSampler",
-    "RewardMean",
-    "RowCheck",
-    "RunningStandardizer",
-    "SpreadSampler",
+    "RandomPairs",
     "StateMixup",
+    "SuccessorPairs",
     "TemporalPairSampler",
-    "TunedMixup",
     "make_replay_buffer",
+    "methods",
 ]

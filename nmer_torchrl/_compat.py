@@ -5,6 +5,8 @@ Each function here has a canary test that fails when a release changes what it t
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,14 +14,23 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
+from torchrl._utils import logger as torchrl_logger
+from torchrl.data import OfflineToOnlineReplayBuffer
 from torchrl.data.replay_buffers import (
     HERReplayBuffer,
     PrioritizedSampler,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
     Sampler,
+    SampleUnit,
     Storage,
     TensorStorage,
 )
+from torchrl.data.replay_buffers.samplers import prioritized
 from torchrl.envs.transforms import Compose, Transform
+from torchrl.envs.transforms.transforms import _CallableTransform
+
+_BUFFERS = (ReplayBuffer, OfflineToOnlineReplayBuffer)
 
 
 def revision(storage: Storage) -> int:
@@ -58,7 +69,140 @@ def transforms_beside(transform: Transform) -> Iterator[Any]:
         if not isinstance(held, Compose):
             break
         outer = held
-    return outer.modules()
+    return leaves(outer)
+
+
+def leaves(transform: Any) -> Iterator[Any]:
+    """Yields the transforms inside compositions, however nested.
+
+    This runs with every write, so it takes the fast way to each.
+    """
+    if isinstance(transform, Compose):
+        inside: Any = transform._modules["transforms"]
+        for inner in inside._modules.values():
+            yield from leaves(inner)
+    else:
+        yield transform
+
+
+def writes_last(transform: Transform) -> bool:
+    """Whether rows are stored as this transform lets them through: it is the first of its buffer.
+
+    Transforms are undone from the last to the first when rows are written.
+    """
+    return next(transforms_beside(transform)) is transform
+
+
+def writes_in_place(buffer: ReplayBuffer) -> bool:
+    """Whether the next row that a buffer writes comes after, or in place of, those stored now.
+
+    That is so if its writer has written as many rows as are stored, stands right after them, or the
+    storage is full. Members of an ensemble and writers that keep no count are not judged.
+    """
+    writer, storage = buffer._writer, buffer._storage
+    written = getattr(writer, "_write_count", None)
+    if isinstance(buffer, ReplayBufferEnsemble) or written is None:
+        return True
+    stored, room = len(storage), storage.max_size
+    return bool(stored == room or written >= stored or writer._cursor == stored % room)
+
+
+def write_after(buffer: ReplayBuffer, rows: int) -> None:
+    """Lets the buffer write its next row after those that its storage already holds."""
+    writer = buffer._writer
+    writer._cursor, writer._write_count = rows % buffer._storage.max_size, rows
+
+
+def buffer_that_draws() -> ReplayBuffer | None:
+    """Returns the replay buffer that draws a batch now, if one does."""
+    return buffer_at_work("_sample", "sample")
+
+
+def buffer_at_work(*methods: str) -> ReplayBuffer | None:
+    """Returns the replay buffer of the innermost call of one of these methods, if there is one.
+
+    A transform is given rows and a sampler a storage; neither is told which buffer it serves. The
+    buffer's own method is on the stack, in whichever thread it runs.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in methods:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, _BUFFERS):
+                return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def samplers_of(buffer: ReplayBuffer) -> list[Sampler]:
+    """Returns the sampler of a buffer, or those of all buffers that an ensemble joins."""
+    if isinstance(buffer, OfflineToOnlineReplayBuffer):
+        return [*samplers_of(buffer.offline_buffer), *samplers_of(buffer.online_buffer)]
+    if isinstance(buffer, ReplayBufferEnsemble):
+        return list(buffer._sampler._samplers)
+    return [buffer._sampler]
+
+
+def samplers_before(buffer: ReplayBuffer, transform: Transform) -> list[Sampler]:
+    """Returns the samplers whose rows reach a transform of a buffer or of an ensemble."""
+    samplers = samplers_of(buffer)
+    if isinstance(buffer, ReplayBufferEnsemble):
+        members = buffer._storage._transforms or []
+        of_member = [
+            sampler
+            for sampler, held in zip(samplers, members, strict=False)
+            if held is not None and any(part is transform for part in held.modules())
+        ]
+        return of_member or samplers
+    return samplers
+
+
+def transforms_after(buffer: ReplayBuffer, part: Sampler | SampleUnit) -> list[Transform]:
+    """Returns what is done to the rows that this sampler or unit of a buffer draws, in order."""
+    if not isinstance(buffer, ReplayBufferEnsemble):
+        return [buffer._transform]
+    members = buffer._storage._transforms or []
+    served = [t for s, t in zip(samplers_of(buffer), members, strict=False) if s is part]
+    return [*served, buffer._transform]
+
+
+def parts_around(buffer: ReplayBuffer, storage: Storage) -> tuple[Any, ...]:
+    """Returns what changes with the sampler, the transforms and the storage of a buffer.
+
+    This runs with every draw, so it takes the fast ways to each.
+    """
+    transform = buffer._transform
+    inside: Any = transform._modules["transforms"]
+    users = storage._attached_entities_list
+    return id(buffer._sampler), id(transform), len(inside._modules), id(storage), len(users)
+
+
+def draws_single_rows(buffer: ReplayBuffer, sampler: Sampler) -> bool:
+    """Whether a sampler of TorchRL draws, and no sample unit of the user's makes more of it."""
+    unit = unit_of(buffer)
+    return is_stock(sampler) and (unit is None or is_stock(unit))
+
+
+def ignores_units(buffer: ReplayBuffer) -> bool:
+    """Whether a buffer is an ensemble of members with sample units, which it does not ask."""
+    return any(unit_of(member) is not None for member in getattr(buffer, "_rbs", None) or [])
+
+
+def unit_of(buffer: ReplayBuffer) -> SampleUnit | None:
+    """Returns the sample unit of a buffer; an ensemble has none."""
+    return getattr(buffer, "_sample_unit", None)
+
+
+def member_buffer(buffer: ReplayBuffer, sampler: Sampler) -> ReplayBuffer:
+    """Returns the member of an ensemble that has this sampler; any other buffer as it is."""
+    members = getattr(buffer, "_rbs", None) or [buffer]
+    return next((member for member in members if member._sampler is sampler), buffer)
+
+
+def is_stock(part: Any) -> bool:
+    """Whether a part of a buffer is TorchRL's own, rather than a user's function or class."""
+    own = type(part).__module__.startswith("torchrl.")
+    return own and not isinstance(part, _CallableTransform)
 
 
 def make_tensordict(
@@ -68,10 +212,36 @@ def make_tensordict(
     return TensorDict._new_unsafe(entries, batch_size=batch_size, device=device)
 
 
+def settle(storage: TensorStorage, device: torch.device) -> None:
+    """Has the stored tensordict say which device it is on, which it forgets when it is loaded.
+
+    Rows from another device then find their way.
+    """
+    inner = entries(storage)
+    if inner is not None and inner.device is None:
+        storage._storage = inner.to(device)
+
+
+def move_metadata(state: Any, device: torch.device) -> None:
+    """Changes the device that the state of a tensordict names, in place."""
+    metadata = getattr(state, "_metadata", None)
+    if metadata is not None:
+        state._metadata = {
+            path: {**entry, "device": device} if entry.get("device") is not None else entry
+            for path, entry in metadata.items()
+        }
+
+
 def draw_by_priority(
     sampler: PrioritizedSampler, storage: Storage, batch_size: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What TorchRL's sampler draws, from torch's global generator where it would use NumPy's."""
+    """What TorchRL's sampler draws, from torch's global generator where it would use NumPy's.
+
+    For rows on CUDA, it draws random numbers where its trees are. Here they are drawn where the
+    rows are, so that batches are the same wherever the trees are.
+    """
+    if rows_device(storage).type != "cpu":
+        return _draw_by_priority(sampler, storage, batch_size)
     given = sampler._rng
     if given is None and sampler.device.type == "cpu":
         sampler._rng = torch.default_generator
@@ -81,11 +251,46 @@ def draw_by_priority(
         sampler._rng = given
 
 
+def _draw_by_priority(
+    sampler: PrioritizedSampler, storage: Storage, batch_size: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    length, tree, device = len(storage), sampler._sum_tree, sampler.device
+    if not length:
+        raise RuntimeError("Cannot sample from an empty storage; extend the buffer first.")
+    place = rows_device(storage)
+    uniform = torch.rand(batch_size, generator=generator(sampler), device=place).to(device)
+    ends: Any = (0, length)
+    if device.type != "cpu":
+        ends = [torch.full((), end, dtype=torch.int64, device=device) for end in ends]
+    total, least = tree.query(*ends), sampler._min_tree.query(*ends)
+    index = torch.as_tensor(tree.scan_lower_bound(uniform * total), device=device).reshape(-1)
+    index = index.clamp_max(length - 1)
+    powers = torch.as_tensor(tree[index], device=device)
+    if device.type == "cpu":
+        while (powers == 0).any():  # rounding has led beyond the last row with a priority
+            index = torch.where(powers == 0, index - 1, index)
+            powers = torch.as_tensor(tree[index])
+    weight = torch.pow(powers / least, -sampler.beta)
+    weight = weight.to(place, non_blocking=True)
+    return index.to(place, non_blocking=True), {"priority_weight": weight}
+
+
+def rows_device(storage: Storage) -> torch.device:
+    """Where the rows of a storage are; the CPU if that is not known yet."""
+    device = getattr(storage, "device", None)
+    return torch.device("cpu" if device in (None, "auto") else device)
+
+
+def has_cuda_trees() -> bool:
+    """Whether TorchRL's extension was built with priority trees for CUDA."""
+    return prioritized.CudaSumSegmentTreeFp32 is not None
+
+
 def priority_powers(sampler: PrioritizedSampler, index: Tensor) -> Tensor:
     """`(priority + eps) ** alpha` at these positions, 0 where none has been set."""
     flat = index.reshape(-1).to(sampler.device)
     powers = torch.as_tensor(sampler._sum_tree[flat], dtype=sampler.dtype)
-    return powers.reshape(index.shape).to(index.device)
+    return powers.reshape(index.shape).to(index.device, non_blocking=index.is_cuda)
 
 
 def set_priority_powers(sampler: PrioritizedSampler, powers: Tensor, largest: Tensor) -> None:
@@ -101,14 +306,25 @@ def set_priority_powers(sampler: PrioritizedSampler, powers: Tensor, largest: Te
 
 
 def follow_device(sampler: PrioritizedSampler, storage: Storage | None) -> None:
-    """Has the priorities go where the rows are; TorchRL would leave them behind."""
+    """Moves the priority trees to the device of the rows, or says that they stay on the CPU."""
     device = sampler._tree_device_from_storage(storage)
     if device is None or device == sampler.device:
+        return
+    if device.type == "cuda" and not has_cuda_trees():
+        _say_trees_stay()
         return
     powers = priority_powers(sampler, torch.arange(sampler.max_size))
     largest = torch.as_tensor(sampler.default_priority)
     PrioritizedSampler._maybe_init_from_storage(sampler, storage)
     set_priority_powers(sampler, powers, largest)
+
+
+@functools.cache
+def _say_trees_stay() -> None:
+    torchrl_logger.info(
+        "Priorities stay on the CPU: this build of TorchRL has no priority trees for CUDA. Batches "
+        "are the same; each draw and each update waits for a copy."
+    )
 
 
 def priority_eps(sampler: PrioritizedSampler) -> float:

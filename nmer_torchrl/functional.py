@@ -29,10 +29,14 @@ def sample_beta(
     if not 0.5 <= alpha <= 1e6:
         return _sample_beta_by_logarithms(alpha, shape, generator, device)
     # torch.distributions.Beta takes no generator; the draw beneath it does.
-    first, second = torch._standard_gamma(
-        torch.full((2, *shape), alpha, device=device), generator=generator
-    )
-    return first / (first + second)
+    concentration = _concentration(alpha, (*shape, 2), device)
+    return torch._sample_dirichlet(concentration, generator=generator)[..., 0]
+
+
+@functools.lru_cache(maxsize=8)
+def _concentration(alpha: float, shape: tuple[int, ...], device: torch.device | None) -> Tensor:
+    """Parameters of that shape, all the same; never changed in place."""
+    return torch.full(shape, alpha, device=device)
 
 
 def _sample_beta_by_logarithms(
@@ -121,35 +125,66 @@ def all_finite(tensor: Tensor, batch_dims: int) -> Tensor:
     return ~any_feature(~(tensor.abs() <= _LARGEST), batch_dims)
 
 
+def finite_rows(points: Tensor) -> Tensor:
+    """`[n, d]` to boolean `[n]`: whether every number of a row is finite.
+
+    Examples:
+        >>> finite_rows(torch.tensor([[1.0, 2.0], [1.0, torch.inf]]))
+        tensor([ True, False])
+    """
+    return (points - points).sum(-1) == 0  # infinity minus itself is NaN
+
+
+def as_rows(index: Tensor, device: torch.device) -> Tensor | slice:
+    """Positions `[n]` on the CPU as what rows on a device are read and written by.
+
+    Positions that follow one another become a slice, which needs no copy to the device and is
+    faster; others are copied there.
+
+    Examples:
+        >>> as_rows(torch.tensor([4, 5, 6]), torch.device("cpu"))
+        slice(4, 7, None)
+    """
+    n = len(index)
+    if n == 1 or (n > 1 and bool((index[1:] - index[:-1] == 1).all())):
+        first = int(index[0])
+        return slice(first, first + n)
+    return index.to(device, non_blocking=True)
+
+
 def choose_neighbor(
-    anchor: Tensor, neighbors: Tensor, *, generator: torch.Generator | None = None
+    anchor: Tensor,
+    neighbors: Tensor,
+    *,
+    generator: torch.Generator | None = None,
+    padded: bool = True,
+    alone: bool = True,
 ) -> Tensor:
     """One neighbour of each anchor, uniformly among those it has.
 
     `anchor` is `[B]` positions, `neighbors` is `[B, k]` positions padded with -1 on the right.
-    An anchor without neighbours is its own partner.
+    An anchor without neighbours is its own partner. Two flags save operations: `padded=False` says
+    that each row has k neighbours or none at all, and `alone=False` that none is without.
 
     Examples:
         >>> neighbors = torch.tensor([[4, -1, -1], [-1, -1, -1]])
         >>> choose_neighbor(torch.tensor([7, 8]), neighbors)
         tensor([4, 8])
     """
-    column = torch.randint(
-        neighbors.shape[-1], (len(anchor), 1), generator=generator, device=anchor.device
-    )
+    (rows, k), device = neighbors.shape, anchor.device
+    if padded:
+        count = (neighbors >= 0).sum(-1, keepdim=True)
+        uniform = torch.rand((rows, 1), generator=generator, device=device, dtype=torch.float64)
+        column = (uniform * count).long()
+    else:
+        column = torch.randint(k, (rows, 1), generator=generator, device=device)
     partner = neighbors.gather(-1, column).squeeze(-1)
-    short = partner < 0
-    if short.any():  # padding was drawn: draw again among what is there, which keeps it uniform
-        count = (neighbors >= 0).sum(-1)
-        uniform = torch.rand(
-            anchor.shape, generator=generator, device=anchor.device, dtype=torch.float64
-        )
-        again = neighbors.gather(-1, (uniform * count).long().unsqueeze(-1)).squeeze(-1)
-        partner = torch.where(short, torch.where(count > 0, again, anchor), partner)
-    return partner
+    return torch.where(partner < 0, anchor, partner) if padded or alone else partner
 
 
-def choose_other(anchor: Tensor, count: int, *, generator: torch.Generator | None = None) -> Tensor:
+def choose_other(
+    anchor: Tensor, count: int | Tensor, *, generator: torch.Generator | None = None
+) -> Tensor:
     """One of `0 .. count - 1` other than the anchor, uniformly; `anchor` is `[B]`.
 
     Anchors outside of that range exclude nothing. With no other to choose, -1.
@@ -159,7 +194,7 @@ def choose_other(anchor: Tensor, count: int, *, generator: torch.Generator | Non
         (tensor([1, 0]), tensor([-1]))
     """
     inside = (anchor >= 0) & (anchor < count)
-    choices = count - inside.long()
+    choices: Tensor = count - inside.long()
     uniform = torch.rand(
         anchor.shape, generator=generator, device=anchor.device, dtype=torch.float64
     )
@@ -211,11 +246,12 @@ def _fingerprint(numbers: Tensor) -> Tensor:
     if numbers.is_floating_point():
         numbers = numbers + 0.0  # minus zero becomes zero
     words = numbers.contiguous().view(torch.int32).long()
-    offsets, factors = _random_factors(words.shape[-1])
+    random = _random_factors(words.shape[-1])
+    offsets, factors = random.to(words.device, non_blocking=True)
     # A sum of products alone would map round numbers, whose low bits are zero, too close.
-    mixed = (words + offsets.to(words.device)) * _ODD
+    mixed = (words + offsets) * _ODD
     mixed ^= mixed >> 32
-    return (mixed * factors.to(words.device)).sum(-1)
+    return (mixed * factors).sum(-1)
 
 
 @functools.cache

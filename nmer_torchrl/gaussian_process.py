@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from nmer_torchrl.checks import POSITIVE
 
 
 @dataclass(frozen=True)
@@ -14,33 +15,34 @@ class GaussianProcess:
     """Regression from n points, with a squared exponential kernel, for each of a batch.
 
     With `l` the lengthscale times the mean distance between the points of a neighbourhood,
-    `k(x, y) = exp(-|x - y|**2 / (2 l**2))`, `K` the kernel between the points plus `noise` on its
-    diagonal, `k` that between them and the query, and `m` the mean of their outputs, the prediction
-    is `m + k^T K^-1 (Y - m)`, and its variance `1 - k^T K^-1 k`, as a share of the variance that
-    outputs have before any is known. All is float64: one Cholesky factor of `[n, n]` to each.
+    `k(x, y) = exp(-|x - y|**2 / (2 l**2))`, `K` the kernel between the points plus `noise_variance`
+    on its diagonal, `k` that between them and the query, and `m` the mean of their outputs, the
+    prediction is `m + k^T K^-1 (Y - m)`, and its variance `1 - k^T K^-1 k`, as a share of the
+    variance that outputs have before any is known. All is float64: one Cholesky factor of `[n, n]`
+    to each.
 
     Args:
         lengthscale: Over how many mean distances outputs change; more makes them more linear.
-        noise: Variance of what outputs have of their own, as a share; keeps duplicates apart.
+        noise_variance: Variance of what outputs have of their own, as a share; keeps duplicates
+            apart.
         max_variance: Variance above which a prediction is not to be used, from 0 to 1.
 
     Examples:
         >>> import torch
         >>> x = torch.linspace(0, 1, 9).reshape(1, 9, 1)
-        >>> mean, variance = GaussianProcess(noise=1e-6).predict(x, x**2, torch.tensor([[0.3]]))
+        >>> process = GaussianProcess(noise_variance=1e-6)
+        >>> mean, variance = process.predict(x, x**2, torch.tensor([[0.3]]))
         >>> round(mean.item(), 3), variance.item() < 1e-3
         (0.09, True)
     """
 
     lengthscale: float = 2.0
-    noise: float = 1e-4
+    noise_variance: float = 1e-4
     max_variance: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("lengthscale", "noise"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}={value!r}, but it is a finite number above 0.")
+        POSITIVE("lengthscale", self.lengthscale)
+        POSITIVE("noise_variance", self.noise_variance)
         if not 0 < self.max_variance <= 1:
             raise ValueError(
                 f"max_variance={self.max_variance!r}, but it is a share of the variance that "
@@ -59,7 +61,7 @@ class GaussianProcess:
         spread = among.sqrt().sum((-2, -1)) / max(n * (n - 1), 1) * self.lengthscale
         factor = -0.5 / torch.where(spread > 0, spread, 1.0).square()[..., None, None]
         kernel = (among * factor).exp()
-        kernel.diagonal(dim1=-2, dim2=-1).add_(self.noise)
+        kernel.diagonal(dim1=-2, dim2=-1).add_(self.noise_variance)
         near = (squared[..., :n, n:] * factor).exp()
         mean = outputs.mean(-2, keepdim=True)
         root, failed = torch.linalg.cholesky_ex(kernel)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,10 +19,15 @@ TRAJECTORY_KEY: NestedKey = ("collector", "traj_ids")
 
 
 def as_keys(keys: Sequence[NestedKey] | str, name: str) -> tuple[NestedKey, ...]:
-    """A sequence of keys as a tuple; a lone string counts as a sequence of one."""
-    if not isinstance(keys, (str, Iterable)):
-        raise TypeError(f"`{name}` is {keys!r}, but it is a sequence of keys.")
-    keys = (keys,) if isinstance(keys, str) else tuple(keys)
+    """Returns a sequence of keys as a tuple; a lone string counts as a sequence of one.
+
+    A list within the sequence is a nested key, as config files write it.
+    """
+    try:
+        keys = (keys,) if isinstance(keys, str) else tuple(keys)
+    except TypeError:
+        raise TypeError(f"`{name}` is {keys!r}, but it is a sequence of keys.") from None
+    keys = tuple(tuple(key) if isinstance(key, list) else key for key in keys)
     for key in keys:
         parts = (key,) if isinstance(key, str) else key
         if not (isinstance(parts, tuple) and parts and all(isinstance(p, str) for p in parts)):
@@ -93,14 +98,16 @@ def get_continuous(data: TensorDictBase, key: NestedKey, argument: str) -> Tenso
     if not entry.is_floating_point():
         raise ValueError(
             f"Only continuous entries can be mixed or measured, but {key!r} is {entry.dtype}; "
-            f"leave it out of `{argument}` or convert it to a floating-point dtype first."
+            f"leave it out of `{argument}`, or convert it to a floating-point dtype if it is a "
+            f"quantity. For a discrete action, mix only rows that agree in it: "
+            f"gates=[Same({key!r})]."
         )
     return entry
 
 
 def read_points(
     data: TensorDictBase,
-    index: Tensor,
+    index: Tensor | slice,
     keys: Sequence[NestedKey],
     value_keys: Sequence[NestedKey],
 ) -> Tensor:
@@ -109,8 +116,8 @@ def read_points(
     A row with a non-finite entry under `keys` or `value_keys` becomes a row of NaN. Points are
     float32, or float64 where a key is.
     """
-    n = len(index)
-    parts = [get_continuous(data, key, "keys")[index].reshape(n, -1) for key in keys]
+    rows = [get_continuous(data, key, "keys")[index] for key in keys]
+    parts = [row.reshape(len(row), -1) for row in rows]
     finite = torch.stack([all_finite(part, 1) for part in parts]).all(0)
     for key in value_keys:
         finite &= all_finite(get_continuous(data, key, "value_keys")[index], 1)
@@ -121,7 +128,7 @@ def read_points(
 
 def read_features(
     data: TensorDictBase,
-    index: Tensor,
+    index: Tensor | slice,
     feature: Callable[[TensorDictBase], Tensor],
     points: Tensor,
 ) -> Tensor:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import LazyTensorStorage
 
 from nmer_torchrl import _compat
+from nmer_torchrl.functional import as_rows
 
 
 class PairStorage(LazyTensorStorage):
@@ -31,31 +34,59 @@ class PairStorage(LazyTensorStorage):
                 [7., 5.]])
     """
 
+    # Positions of the last rows written to a device, as they were given and on the CPU.
+    written: tuple[Tensor, Tensor] | None = None
+
     def get(self, index: Any) -> Any:
         """Reads the rows at these positions."""
         with _compat.revision_lock(self):
             if isinstance(index, Tensor) and index.ndim == 2 and len(self):
                 data = _compat.entries(self)
                 if type(data) is TensorDict:
-                    return _read_pairs(data, index.T)
+                    return _read_pairs(data, index.T, index.T.reshape(-1))
             return super().get(index)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up saved rows, which go to the storage's device wherever they were saved."""
+        device = _compat.rows_device(self)
+        super().load_state_dict(move_state(state_dict, device))
+        _compat.settle(self, device)
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Writes rows to these positions."""
         with _compat.revision_lock(self):
-            super().set(cursor, data, set_cursor=set_cursor)
+            rows, device = cursor, _compat.rows_device(self)
+            if isinstance(cursor, Tensor) and cursor.ndim == 1 and device.type != "cpu":
+                # TorchRL, and the samplers, would each wait for the device to look at them.
+                self.written = cursor, cursor.cpu()
+                rows = as_rows(self.written[1], device)
+            super().set(rows, data, set_cursor=set_cursor)
 
 
-def _read_pairs(data: TensorDict, index: Tensor) -> TensorDictBase:
-    """Rows `[n, ...]` at positions `[2, B]`, as `[B, 2, ...]`."""
-    flat = index.reshape(-1)
+def move_state(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """A copy of a storage's state with all tensors on that device, however nested.
+
+    TorchRL's storages take up saved rows where they are.
+    """
+    moved = copy.copy(state)  # which keeps what a tensordict attaches to its state
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            moved[name] = value.to(device)
+        elif isinstance(value, dict):
+            moved[name] = move_state(value, device)
+    _compat.move_metadata(moved, device)
+    return moved
+
+
+def _read_pairs(data: TensorDict, index: Tensor, flat: Tensor) -> TensorDictBase:
+    """Rows `[n, ...]` at positions `[2, B]`, also given as `[2 * B]`, as `[B, 2, ...]`."""
     entries: dict[str, Any] = {}
     for name, value in data.items():
         if isinstance(value, Tensor):
             rows = value.index_select(0, flat)
             entries[name] = rows.view(*index.shape, *rows.shape[1:]).transpose(0, 1)
         elif type(value) is TensorDict:
-            entries[name] = _read_pairs(value, index)
+            entries[name] = _read_pairs(value, index, flat)
         else:
             entries[name] = value[index.T]
     return _compat.make_tensordict(entries, index.T.shape + data.batch_size[1:], data.device)

@@ -19,16 +19,18 @@ from common.config import run_recipe
 from common.errors import UsageError
 from common.experience import collect
 from common.manifold import draw_figure, summarize, write_summary
+from common.methods import find_method, make_method
+from common.settings import check_values
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from tqdm import tqdm
 
 from nmer_torchrl import make_replay_buffer
-from nmer_torchrl.buffers import KINDS
 from nmer_torchrl.diagnostics import manifold_error
 from nmer_torchrl.diagnostics.simulate import Simulator
 from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS, next_key
+from nmer_torchrl.methods import option_names
 
 FLOOR = "floor"  # what unmixed rows are called among the methods
 MIXED = (*POINT_KEYS, *VALUE_KEYS)
@@ -53,7 +55,7 @@ def draw(
     generator = torch.Generator().manual_seed(seed)
     options = {**state_keys(method["kind"], stored), **method}
     buffer = make_replay_buffer(
-        **options, capacity=len(stored), batch_size=count, generator=generator
+        make_method(options), capacity=len(stored), batch_size=count, generator=generator
     )
     buffer.extend(stored)
     generator.manual_seed(seed)  # so that all methods draw the same anchors
@@ -66,12 +68,16 @@ def state_keys(kind: str, stored: TensorDict) -> dict[str, Any]:
 
     They count where the observation hides the state: it shows no velocity beyond a bound.
     """
-    if not set(JOINTS) <= set(stored.keys()) or "value_keys" not in KINDS.get(kind, ()):
+    options = option_names(find_method(kind))
+    if not set(JOINTS) <= set(stored.keys()) or "value_keys" not in options:
         return {}
+    following = [next_key(key) for key in JOINTS]
     if kind == "s4rl":  # moves what has a next value, and measures no distance
-        following = [next_key(key) for key in JOINTS]
         return {"keys": [*POINT_KEYS, *JOINTS], "value_keys": [*VALUE_KEYS, *following]}
-    return {"value_keys": [*VALUE_KEYS, *JOINTS]}
+    keys: dict[str, Any] = {"value_keys": [*VALUE_KEYS, *JOINTS]}
+    if "anchor_keys" in options:
+        keys["anchor_keys"] = following  # nothing reads them
+    return keys
 
 
 def draw_all(cfg: DictConfig, stored: TensorDict, seed: int) -> dict[str, TensorDictBase]:
@@ -158,23 +164,18 @@ def run(cfg: DictConfig) -> None:
 
 def check(cfg: DictConfig) -> None:
     """Raises a `UsageError` for a value that no run could use, before the long part begins."""
-    for name in ("total_frames", "random_frames", "rows", "repeats", "stretch", "threads"):
-        if not isinstance(cfg[name], int) or cfg[name] < 1:
-            raise UsageError(f"{name}={cfg[name]}, but it is an integer, at least 1.")
-    if not isinstance(cfg.replay_ratio, (int, float)) or cfg.replay_ratio < 0:
-        raise UsageError(f"replay_ratio={cfg.replay_ratio}, but it is a number, at least 0.")
-    for size in cfg.sizes:
-        if not isinstance(size, int) or not 1 < size <= cfg.total_frames:
-            raise UsageError(
-                f"sizes={list(cfg.sizes)}, but a size is an integer from 2 to "
-                f"total_frames={cfg.total_frames}; lower it or raise total_frames."
-            )
+    check_values(cfg)
+    if any(size > cfg.total_frames for size in cfg.sizes):
+        raise UsageError(
+            f"sizes={list(cfg.sizes)}, but a size is an integer from 2 to "
+            f"total_frames={cfg.total_frames}; lower it or raise total_frames."
+        )
     if not cfg.methods or not cfg.sizes:
         raise UsageError("There is nothing to compare: give at least one of methods and sizes.")
     for name, method in cfg.methods.items():
         try:
-            make_replay_buffer(**method, capacity=2, batch_size=1)
-        except (TypeError, ValueError, ImportError) as error:
+            make_replay_buffer(make_method(method), capacity=2, batch_size=1)
+        except (TypeError, ValueError, ImportError, UsageError) as error:
             raise UsageError(f"methods.{name}: {error}") from None
     try:
         Simulator(cfg.env.id).close()

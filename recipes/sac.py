@@ -8,25 +8,49 @@ python recipes/sac.py env=Walker2d --cfg job          # every setting of that ru
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from common.checkpoint import Checkpoint
 from common.collect import make_collector
-from common.compiling import maybe_compile
+from common.compiling import Results, maybe_capture, maybe_compile
 from common.config import run_recipe
 from common.envs import make_env
 from common.evaluate import Evaluator
-from common.losses import SACLoss, SoftUpdate
-from common.replay import describe, draw, make_buffer, report, store
+from common.losses import (
+    Adam,
+    Batch,
+    Moments,
+    SACLosses,
+    Weights,
+    as_block,
+    clip,
+    decay,
+    differentiate,
+    find_weights,
+    move_targets,
+)
+from common.memory import check_memory
+from common.replay import describe, draw, make_buffer, store
 from common.runs import Run
 from common.streams import seeds
 from common.video import check_video, write_video
 from omegaconf import DictConfig
-from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import Tensor, nn
 from torchrl.data import Bounded
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.objectives import SACLoss, SoftUpdate
+
+from nmer_torchrl.loop import report_errors
+
+
+class State(NamedTuple):
+    """What a step moves in place."""
+
+    weights: Weights
+    moments: Moments
 
 
 class SquashedNormal(nn.Module):
@@ -75,6 +99,54 @@ def make_agent(
     return actor, explorer, loss
 
 
+def make_update(
+    cfg: DictConfig, agent: SACLoss
+) -> tuple[Callable[[Batch, int], Results], dict[str, Adam]]:
+    """Returns the gradient steps on a block of batches as one call, and the optimizer."""
+    # Plain numbers: `torch.compile` cannot follow the config.
+    limit, l2 = cfg.grad_clip, cfg.actor_l2
+    tau = cfg.tau
+    SoftUpdate(agent, tau=tau)  # makes the targets; `move_targets` moves them
+    weights, loss = find_weights(agent), SACLosses(agent)
+    groups = (weights.actor, weights.critics, weights.log_alpha)
+    optimizer = Adam([weight for group in groups for weight in group], lr=cfg.lr)
+
+    def step(state: State, batch: Batch, noise: Tensor) -> Results:
+        """One gradient step on everything."""
+        weights, moments = state
+        learned = [*weights.actor, *weights.critics, *weights.log_alpha]
+        first, second = len(weights.actor), len(weights.actor) + len(weights.critics)
+
+        def total_loss(learned: list[Tensor]) -> tuple[Tensor, Results]:
+            actor, critics, log_alpha = learned[:first], learned[first:second], learned[second:]
+            own = weights._replace(actor=actor, critics=critics, log_alpha=log_alpha)
+            losses, errors = loss(own, batch, noise)
+            total = losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"]
+            total = total + l2 * decay(actor) if l2 else total
+            return total, ({name: value.detach() for name, value in losses.items()}, errors)
+
+        gradients, results = differentiate(total_loss, learned)
+        groups = (gradients[:first], gradients[first:second], gradients[second:])
+        clipped = [gradient for group in groups for gradient in clip(group, limit)]
+        optimizer.move(learned, clipped, moments)
+        move_targets(weights, tau)
+        return results
+
+    steps = maybe_compile(cfg, step)
+
+    def run(block: Batch, noise: Tensor) -> Results:
+        return steps(State(weights, optimizer.moments), block, noise)
+
+    captured = maybe_capture(cfg, run)
+
+    def update(block: Batch, done: int) -> Results:
+        """A step on each batch of a block `[K, B]`; how many were made before does not matter."""
+        count, size, width = block.action.shape
+        return captured(block, torch.randn(count, 2, size, width, device=block.action.device))
+
+    return update, {"optimizer": optimizer}
+
+
 def train(cfg: DictConfig) -> None:
     """Seed, environment, agent, buffer, loop, evaluation."""
     check_video(cfg)
@@ -89,34 +161,13 @@ def train(cfg: DictConfig) -> None:
     observations, actions = env.observation_space.shape[0], env.action_space.shape[0]
 
     # Agent
-    actor, explorer, loss = make_agent(cfg, observations, actions, device)
-    target = SoftUpdate(loss, tau=cfg.tau)
-    groups: list[list[Tensor]] = [
-        list(loss.actor_network_params.flatten_keys().values()),
-        list(loss.qvalue_network_params.flatten_keys().values()),
-        [loss.log_alpha],
-    ]
-    weights = [parameter for parameter in groups[0] if parameter.ndim == 2]
-    optimizer = torch.optim.Adam([p for group in groups for p in group], lr=cfg.lr, fused=True)
-    (compute_losses,) = maybe_compile(cfg, loss)
-
-    def update(batch: TensorDictBase) -> TensorDictBase:
-        """One gradient step on everything."""
-        losses = compute_losses(batch)
-        total = losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"]
-        if cfg.actor_l2:
-            total = total + cfg.actor_l2 * sum(w.square().sum() for w in weights) / 2
-        total.backward()
-        if cfg.grad_clip is not None:
-            for group in groups:
-                nn.utils.clip_grad_norm_(group, cfg.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        target.step()
-        return losses.detach()
+    actor, explorer, agent = make_agent(cfg, observations, actions, device)
+    update, optimizers = make_update(cfg, agent)
 
     # Buffer
-    buffer = make_buffer(cfg, seed["replay"])
+    check_memory(cfg, observations, actions)
+    run = Run(cfg)
+    buffer = make_buffer(cfg, seed["replay"], run.directory)
     collector = make_collector(
         cfg,
         env,
@@ -126,34 +177,33 @@ def train(cfg: DictConfig) -> None:
     )
 
     # Loop
-    run = Run(cfg)
     checkpoint = Checkpoint(
-        run.directory, agent=loss, optimizer=optimizer, buffer=buffer, collector=collector, run=run
+        run.directory, agent=agent, buffer=buffer, collector=collector, run=run, **optimizers
     )
     if run.resumed:
         checkpoint.load()
-    clock, batch = run.clock, None
+    clock, rows = run.clock, None
     with collector, run:
         for frame in range(collector.frames + 1, cfg.total_frames + 1):
             with clock("environment"):
                 row = collector.step()
             with clock("upkeep"):
                 store(buffer, row, collector.ended)
-            losses = None
             due = math.floor((frame - cfg.random_frames) * cfg.replay_ratio) - run.updates
-            for batch in draw(buffer, max(due, 0), clock):
+            for rows in draw(buffer, max(due, 0), clock):
                 with clock("update"):
-                    losses = update(batch)
+                    block = as_block(rows, cfg.batch_size, device)
+                    losses, errors = update(block, run.updates)
+                    run.note(losses, len(block.reward))
                 with clock("upkeep"):
-                    report(buffer, batch)
-                run.updates += 1
-            run.count(frame, losses)
+                    report_errors(buffer, rows, errors.flatten())
+            run.count(frame)
 
             # Evaluation
             if frame % cfg.eval_every == 0:
                 with clock("evaluation"):
-                    scores = evaluate(actor, loss)
-                run.log(frame, collector.returns, scores, describe(buffer, batch))
+                    scores = evaluate(actor, agent)
+                run.log(frame, collector.returns, scores, describe(buffer, rows))
             stopping, done = run.interrupted is not None, frame == cfg.total_frames
             if stopping or done or frame % cfg.checkpoint_every == 0:
                 checkpoint.save(last=stopping or done)

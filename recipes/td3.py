@@ -8,25 +8,57 @@ python recipes/td3.py env=HalfCheetah --cfg job       # every setting of that ru
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from common.checkpoint import Checkpoint
 from common.collect import make_collector
-from common.compiling import maybe_compile
+from common.compiling import Results, maybe_capture, maybe_compile
 from common.config import run_recipe
 from common.envs import make_env
 from common.evaluate import Evaluator
-from common.losses import SoftUpdate, TD3Loss
-from common.replay import describe, draw, make_buffer, report, store
+from common.losses import (
+    Adam,
+    Batch,
+    Moments,
+    TD3Losses,
+    Weights,
+    as_block,
+    clip,
+    decay,
+    differentiate,
+    find_weights,
+    move_targets,
+)
+from common.memory import check_memory
+from common.replay import describe, draw, make_buffer, store
 from common.runs import Run
 from common.streams import seeds
 from common.video import check_video, write_video
 from omegaconf import DictConfig
-from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from torchrl.data import Bounded
 from torchrl.modules import MLP, ValueOperator
+from torchrl.objectives import SoftUpdate, TD3Loss
+
+from nmer_torchrl.loop import report_errors
+
+
+class Turn(NamedTuple):
+    """What else a step of the critics moves; it depends on the step's number alone."""
+
+    actor: bool
+    targets: bool
+
+
+class State(NamedTuple):
+    """What a step moves in place."""
+
+    weights: Weights
+    actor_moments: Moments
+    critic_moments: Moments
 
 
 class GaussianNoise(nn.Module):
@@ -74,6 +106,60 @@ def make_agent(
     return actor, explorer, loss
 
 
+def make_update(
+    cfg: DictConfig, agent: TD3Loss
+) -> tuple[Callable[[Batch, int], Results], dict[str, Adam]]:
+    """Returns the gradient steps on a block of batches as one call, and the optimizers."""
+    # Plain numbers: `torch.compile` cannot follow the config.
+    delay, interval = cfg.policy_delay, cfg.target_interval
+    limit, l2 = cfg.grad_clip, cfg.actor_l2
+    tau = cfg.tau
+    SoftUpdate(agent, tau=tau)  # makes the targets; `move_targets` moves them
+    weights, loss = find_weights(agent), TD3Losses(agent)
+    actor_optimizer = Adam(weights.actor, lr=cfg.lr)
+    critic_optimizer = Adam(weights.critics, lr=cfg.lr)
+
+    def step(state: State, batch: Batch, noise: Tensor, turn: Turn) -> Results:
+        """One step of the critics, and in their turn of the actor and of the targets."""
+        weights, actor_moments, critic_moments = state
+
+        def critic_loss(critics: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            total, errors = loss.critic_loss(weights._replace(critics=critics), batch, noise)
+            return total, (total.detach(), errors)
+
+        def actor_loss(actor: list[Tensor]) -> tuple[Tensor, Tensor]:
+            total = loss.actor_loss(weights._replace(actor=actor), batch)
+            return total + l2 * decay(actor) if l2 else total, total.detach()
+
+        gradients, (loss_qvalue, errors) = differentiate(critic_loss, weights.critics)
+        critic_optimizer.move(weights.critics, clip(gradients, limit), critic_moments)
+        losses = {"loss_qvalue": loss_qvalue}
+        if turn.actor:
+            gradients, losses["loss_actor"] = differentiate(actor_loss, weights.actor)
+            actor_optimizer.move(weights.actor, clip(gradients, limit), actor_moments)
+        if turn.targets:
+            move_targets(weights, tau)
+        return losses, errors
+
+    steps = maybe_compile(cfg, step)
+
+    def run(block: Batch, noise: Tensor, turns: tuple[Turn, ...]) -> Results:
+        state = State(weights, actor_optimizer.moments, critic_optimizer.moments)
+        return steps(state, block, noise, turns)
+
+    captured = maybe_capture(cfg, run)
+
+    def update(block: Batch, done: int) -> Results:
+        """A step on each batch of a block `[K, B]`, after so many steps."""
+        turns = tuple(
+            Turn(n % delay == 0, n % interval == 0)
+            for n in range(done + 1, done + 1 + len(block.reward))
+        )
+        return captured(block, torch.randn_like(block.action), turns)
+
+    return update, {"actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer}
+
+
 def train(cfg: DictConfig) -> None:
     """Seed, environment, agent, buffer, loop, evaluation."""
     check_video(cfg)
@@ -88,40 +174,13 @@ def train(cfg: DictConfig) -> None:
     observations, actions = env.observation_space.shape[0], env.action_space.shape[0]
 
     # Agent
-    actor, explorer, loss = make_agent(cfg, observations, actions, device)
-    target = SoftUpdate(loss, tau=cfg.tau)
-    actor_weights: list[Tensor] = list(loss.actor_network_params.flatten_keys().values())
-    critic_weights: list[Tensor] = list(loss.qvalue_network_params.flatten_keys().values())
-    matrices = [parameter for parameter in actor_weights if parameter.ndim == 2]
-    actor_optimizer = torch.optim.Adam(actor_weights, lr=cfg.lr, fused=True)
-    critic_optimizer = torch.optim.Adam(critic_weights, lr=cfg.lr, fused=True)
-    value_loss, policy_loss = maybe_compile(cfg, loss.value_loss, loss.actor_loss)
-
-    def descend(total: Tensor, optimizer: torch.optim.Adam, parameters: list[Tensor]) -> None:
-        total.backward()
-        if cfg.grad_clip is not None:
-            nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def update(batch: TensorDictBase, number: int) -> dict[str, Tensor]:
-        """One step of the critics; at every `policy_delay`-th, of the actor and the targets."""
-        losses = {}
-        loss_qvalue, details = value_loss(batch)
-        batch.set("td_error", details["td_error"])
-        descend(loss_qvalue, critic_optimizer, critic_weights)
-        losses["loss_qvalue"] = loss_qvalue.detach()
-        if number % cfg.policy_delay == 0:
-            loss_actor, _ = policy_loss(batch)
-            losses["loss_actor"] = loss_actor.detach()
-            if cfg.actor_l2:
-                loss_actor = loss_actor + cfg.actor_l2 * sum(w.square().sum() for w in matrices) / 2
-            descend(loss_actor, actor_optimizer, actor_weights)
-            target.step()
-        return losses
+    actor, explorer, agent = make_agent(cfg, observations, actions, device)
+    update, optimizers = make_update(cfg, agent)
 
     # Buffer
-    buffer = make_buffer(cfg, seed["replay"])
+    check_memory(cfg, observations, actions)
+    run = Run(cfg)
+    buffer = make_buffer(cfg, seed["replay"], run.directory)
     collector = make_collector(
         cfg,
         env,
@@ -131,40 +190,38 @@ def train(cfg: DictConfig) -> None:
     )
 
     # Loop
-    run = Run(cfg)
     checkpoint = Checkpoint(
         run.directory,
-        agent=loss,
-        actor_optimizer=actor_optimizer,
-        critic_optimizer=critic_optimizer,
+        agent=agent,
         buffer=buffer,
         collector=collector,
         run=run,
+        **optimizers,
     )
     if run.resumed:
         checkpoint.load()
-    clock, batch = run.clock, None
+    clock, rows = run.clock, None
     with collector, run:
         for frame in range(collector.frames + 1, cfg.total_frames + 1):
             with clock("environment"):
                 row = collector.step()
             with clock("upkeep"):
                 store(buffer, row, collector.ended)
-            losses = None
             due = math.floor((frame - cfg.random_frames) * cfg.replay_ratio) - run.updates
-            for batch in draw(buffer, max(due, 0), clock):
-                run.updates += 1
+            for rows in draw(buffer, max(due, 0), clock):
                 with clock("update"):
-                    losses = update(batch, run.updates)
+                    block = as_block(rows, cfg.batch_size, device)
+                    losses, errors = update(block, run.updates)
+                    run.note(losses, len(block.reward))
                 with clock("upkeep"):
-                    report(buffer, batch)
-            run.count(frame, losses)
+                    report_errors(buffer, rows, errors.flatten())
+            run.count(frame)
 
             # Evaluation
             if frame % cfg.eval_every == 0:
                 with clock("evaluation"):
-                    scores = evaluate(actor, loss)
-                run.log(frame, collector.returns, scores, describe(buffer, batch))
+                    scores = evaluate(actor, agent)
+                run.log(frame, collector.returns, scores, describe(buffer, rows))
             stopping, done = run.interrupted is not None, frame == cfg.total_frames
             if stopping or done or frame % cfg.checkpoint_every == 0:
                 checkpoint.save(last=stopping or done)

@@ -6,20 +6,52 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# Where the modules are that tests, recipes and benchmarks share.
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "recipes" / "benchmarks"))
 
-# KeOps compiles into a cache that two processes must not write at the same time.
-_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
-os.environ["KEOPS_CACHE_FOLDER"] = str(Path.home() / ".cache" / f"keops_tests_{_WORKER}")
+from pretend_cuda import some_cuda
 
-# The same examples in each run; how long one takes is the machine's matter.
-settings.register_profile(
-    "default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+# One cache for all workers, which take turns to compile into it.
+os.environ["KEOPS_CACHE_FOLDER"] = str(Path.home() / ".cache" / "keops_tests")
+
+# How long an example takes is the machine's matter. The same examples in each run, unless
+# `--hypothesis-profile=soak` asks for new ones: those of a `--hypothesis-seed`, and no others.
+_MACHINE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("default", derandomize=True, **_MACHINE)
+settings.register_profile("soak", derandomize=False, database=None, print_blob=True, **_MACHINE)
 settings.load_profile("default")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Says how to draw the examples of a failure again."""
+    seed, failed = config.getoption("--hypothesis-seed"), terminalreporter.stats.get("failed", [])
+    if seed is not None and failed:
+        size = os.environ.get("NMER_SOAK") or 1
+        terminalreporter.section("examples were drawn by a seed; the same again")
+        for test in failed:
+            options = f"--hypothesis-profile=soak --hypothesis-seed={seed}"
+            terminalreporter.line(f"NMER_SOAK={size} python -m pytest {options} '{test.nodeid}'")
 
 
 @pytest.fixture(autouse=True)
 def _one_thread_and_seed():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def cuda():
+    """Has `cuda:0` be there; None if it is real, else the waits for the pretended one."""
+    with some_cuda() as waits:
+        yield waits
+
+
+@pytest.fixture
+def only_recipe_configs(monkeypatch):
+    """Hides configs of other projects, some of which have the name of a setting of the recipes."""
+    from hydra.core.config_store import ConfigStore
+    from recipe_helpers import recipe_configs
+
+    monkeypatch.setattr(ConfigStore.instance(), "repo", recipe_configs())

@@ -14,35 +14,30 @@ from torchrl.data import (
     ReplayBufferEnsemble,
     TensorDictReplayBuffer,
 )
+from torchrl.envs import DoubleToFloat
 
 from nmer_torchrl import (
-    AmplitudeScaling,
-    DeltaMixup,
     Euclidean,
     GaussianNoise,
-    GaussianProcess,
-    LinearFraction,
     Mahalanobis,
-    MeanMixup,
-    MixReg,
-    NeighborPairSampler,
     PairMixup,
     RandomPairSampler,
-    RewardMean,
-    SpreadSampler,
     StateMixup,
     TemporalPairSampler,
     make_replay_buffer,
 )
-from nmer_torchrl.buffers import KINDS
+from nmer_torchrl.gaussian_process import GaussianProcess
+from nmer_torchrl.methods import METHODS
+from nmer_torchrl.samplers import SpreadSampler
+from nmer_torchrl.transforms import AmplitudeScaling, LinearFraction, MeanMixup, MixReg, RewardMean
 
 ROW_KINDS = ["per", "s4rl", "noisy", "ras", "ero"]
-PAIR_KINDS = [kind for kind in KINDS if kind not in ("uniform", *ROW_KINDS)]
+PAIR_KINDS = [kind for kind in METHODS if kind not in ("uniform", *ROW_KINDS)]
 NEIGHBORHOOD_KINDS = ["neighborhood", "gp"]  # of 10 neighbours unless told
 MIXED_KINDS = [
     kind
     for kind in PAIR_KINDS
-    if kind not in ("mixreg", "interpolated_rewards", *NEIGHBORHOOD_KINDS)
+    if kind not in ("mixreg", "interpolated_rewards", "tuned_ct", *NEIGHBORHOOD_KINDS)
 ]
 
 
@@ -88,9 +83,9 @@ def test_each_kind_beyond_is_its_sampler_and_transform():
     assert isinstance(mixreg.transform[0], MixReg)
     assert (s4rl.transform[0].alpha, mixreg.transform[0].alpha) == (0.75, 0.2)
     assert make("mixreg", alpha=0.3).transform[0].alpha == 0.3
-    scaling = make("ras", low=0.5).transform[0]
+    scaling = make("ras", min_factor=0.5).transform[0]
     assert isinstance(scaling, AmplitudeScaling)
-    assert (scaling.low, scaling.high) == (0.5, 1.2)
+    assert (scaling.min_factor, scaling.max_factor) == (0.5, 1.2)
     rewards = make("interpolated_rewards", k=3)
     assert rewards.sampler.k == 3
     assert isinstance(rewards.transform[0], RewardMean)
@@ -110,7 +105,8 @@ def test_each_kind_samples_rows(kind):
     batch = buffer.sample()
     assert batch.batch_size == (16,)
     assert batch["observation"].shape == (16, 3)
-    assert ("mixup_weight" in set(batch.keys())) == (kind in (*PAIR_KINDS, "s4rl"))
+    assert ("mixup_weight" in set(batch.keys())) == (kind in PAIR_KINDS)
+    assert ("state_weight" in set(batch.keys())) == (kind == "s4rl")
     assert batch["index"].shape == index_shape(kind)
 
 
@@ -128,12 +124,12 @@ def test_each_kind_samples_rows(kind):
         ("s4rl", {"terminated_key": "end"}),
         ("noisy", {"alpha": 0.75}),
         ("ras", {"action_bounds": (-1, 1)}),
-        ("mixreg", {"low": 0.6}),
+        ("mixreg", {"min_factor": 0.6}),
         ("interpolated_rewards", {"alpha": 0.75}),
         ("mixup", {"metric": "euclidean"}),
         ("mixup", {"max_distance": 1.0}),
         ("neighborhood", {"interpolation": "mean"}),
-        ("nmer", {"noise": 1e-3}),
+        ("nmer", {"noise_variance": 1e-3}),
         ("uniform", {"fraction": 0.5}),
     ],
 )
@@ -160,9 +156,6 @@ def test_metrics_by_word_mapping_and_object():
 def test_interpolations_by_word(kind):
     assert type(make(kind).transform[0]) is PairMixup
     assert isinstance(make(kind, interpolation="mean").transform[0], MeanMixup)
-    delta = make(kind, interpolation="delta", alpha=0.3).transform[0]
-    assert isinstance(delta, DeltaMixup)
-    assert delta.alpha == 0.3
     assert make(kind, interpolation="uniform").transform[0].alpha == 1
 
 
@@ -185,8 +178,8 @@ def test_fractions_and_caps_by_number_and_mapping():
 
 
 def test_the_regression_by_its_numbers():
-    process = make("gp", lengthscale=3.0, noise=0.1, max_variance=0.5).transform[0].process
-    assert (process.lengthscale, process.noise, process.max_variance) == (3.0, 0.1, 0.5)
+    process = make("gp", lengthscale=3.0, noise_variance=0.1, max_variance=0.5).transform[0].process
+    assert (process.lengthscale, process.noise_variance, process.max_variance) == (3.0, 0.1, 0.5)
     assert make("gp").transform[0].process == GaussianProcess()
 
 
@@ -195,19 +188,23 @@ def test_the_regression_by_its_numbers():
     [
         ("nmer", {"metric": "cosine"}, "metric 'cosine'; .* euclidean, mahalanobis, product"),
         ("nmer", {"metric": {"mahalanobis": {"alpha": 1}}}, "mahalanobis.*'alpha'"),
-        ("nmer", {"metric": 3}, "metric=3; it is one of"),
+        ("nmer", {"metric": 3}, "metric=3 is not valid; give one of"),
         ("nmer", {"metric": "product", "search": "graph"}, "does not serve ProductNorm"),
         ("gp", {"metric": "product"}, "use 'euclidean' or 'mahalanobis'"),
         ("nmer", {"interpolation": "cubic"}, "'cubic'; the known ones are beta, uniform, mean"),
-        ("nmer", {"interpolation": "mean", "alpha": 0.5}, "'mean' has no use for alpha=0.5"),
-        ("nmer", {"fraction": 1.5}, "share=1.5"),
+        ("nmer", {"interpolation": "mean", "alpha": 0.5}, "'mean' ignores alpha=0.5; remove one"),
+        (
+            "nmer",
+            {"fraction": 1.5},
+            "fraction=1.5 is out of range; give a finite number at least 0 and at most 1",
+        ),
         ("nmer", {"fraction": "cosine"}, "fraction 'cosine'; .* linear, exponential, density"),
         ("nmer", {"fraction": {"linear": {"first": 1}}}, "fraction='linear' with .*missing"),
-        ("nmer", {"max_distance": -1.0}, "limit=-1.0"),
+        ("nmer", {"max_distance": -1.0}, "max_distance=-1.0 is out of range"),
         ("nmer", {"max_distance": "far"}, "max_distance='far'"),
         ("nmer", {"max_distance": {"share": 0.9}}, "max_distance={'share': 0.9}"),
-        ("ct", {"tuned": True, "fraction": 0.5}, "tuned=True has no use for fraction=0.5"),
-        ("ct", {"tuned": True, "interpolation": "mean"}, "tuned=True has no use for interpolation"),
+        ("tuned_ct", {"fraction": 0.5}, "'tuned_ct' buffer has no use for fraction=0.5"),
+        ("tuned_ct", {"first_alpha": 1.5}, "first_alpha=1.5 .* above 0 and at most 1"),
     ],
 )
 def test_bad_parts_are_named(kind, options, words):
@@ -231,6 +228,8 @@ def test_unknown_kinds_and_searches_list_the_known():
         ({"storage": LazyTensorStorage(50)}, "capacity=100, but the storage holds 50"),
         ({"storage": LazyTensorStorage(100), "device": "cpu"}, "device='cpu'"),
         ({"storage": LazyTensorStorage(100, ndim=2)}, "ndim=2"),
+        ({"device": "gpu"}, "device='gpu' is not a valid device"),
+        ({"prefetch": -1}, "prefetch=-1 is not a number of batches"),
         ({"k": 0}, "k=0"),
         ({"alpha": -1}, "alpha=-1"),
     ],
@@ -238,6 +237,70 @@ def test_unknown_kinds_and_searches_list_the_known():
 def test_bad_values_are_named(options, words):
     with pytest.raises(ValueError, match=words):
         make("nmer", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"storage": 100}, "storage=100 is not a storage"),
+        ({"transform": 3}, "transform=3 is neither a Transform nor a function"),
+        ({"pin_memory": 1}, "pin_memory=1 is neither True nor False"),
+        ({"shared": "yes"}, "shared='yes' is neither True nor False"),
+        ({"generator": 0}, "generator=0 is not a torch.Generator"),
+        ({"alpha": "high"}, "alpha='high' is not a number; give a finite number above 0"),
+        ({"k": True}, "k=True is not an integer; give an integer at least 1"),
+    ],
+)
+def test_values_of_a_wrong_type_are_named(options, words):
+    with pytest.raises(TypeError, match=words):
+        make_replay_buffer("nmer", **{"capacity": 100, "batch_size": 16, **options})
+
+
+@pytest.mark.parametrize("kind", ["uniform", "per", "nmer", "per_nmer"])
+def test_the_storage_tells_the_capacity(kind):
+    buffer = make_replay_buffer(kind, storage=LazyTensorStorage(30), batch_size=8)
+    buffer.extend(make_transitions(50))
+    assert len(buffer) == 30
+    assert buffer.sample().batch_size == (8,)
+
+
+def test_a_buffer_needs_a_capacity_or_a_storage():
+    with pytest.raises(TypeError, match="Neither `capacity` nor `storage` was given"):
+        make_replay_buffer("nmer", batch_size=8)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_transform_is_appended_after_the_methods_own(kind):
+    own = [type(transform) for transform in make(kind).transform]
+    given = DoubleToFloat(in_keys=["observation"], out_keys=["single"])
+    buffer = make(kind, transform=given)
+    assert [type(transform) for transform in buffer.transform] == [*own, DoubleToFloat]
+    rows = make_transitions(50).apply(lambda t: t.double() if t.is_floating_point() else t)
+    buffer.extend(rows)
+    batch = buffer.sample()
+    assert torch.equal(batch["single"], batch["observation"].float())  # of mixed rows
+
+
+def test_a_function_serves_as_transform():
+    def double_reward(batch):
+        batch["next", "reward"] = 2 * batch["next", "reward"]
+        return batch
+
+    plain, doubled = make(seed=1), make(seed=1, transform=double_reward)
+    for buffer in (plain, doubled):
+        buffer.extend(make_transitions(50))
+    reward = plain.sample()["next", "reward"]
+    assert torch.equal(doubled.sample()["next", "reward"], 2 * reward)
+
+
+def test_pinned_memory_is_asked_for():
+    buffer = make(pin_memory=True)
+    buffer.extend(make_transitions(50))
+    if torch.cuda.is_available():  # pragma: no cover
+        assert buffer.sample()["observation"].is_pinned()
+    else:
+        with pytest.raises(RuntimeError):  # torch pins memory for an accelerator only
+            buffer.sample()
 
 
 def test_list_storage_is_refused_when_the_buffer_is_made():
@@ -264,16 +327,17 @@ def test_roles_of_keys_reach_the_kinds_that_need_them():
     rows = make_transitions(40).rename_key_("observation", "state")
     rows.rename_key_(("next", "observation"), ("next", "state"))
     names = {"keys": ["state", "action"], "value_keys": [("next", "state"), ("next", "reward")]}
-    for kind in set(KINDS) - {"uniform", "per"}:
+    for kind in set(METHODS) - {"uniform", "per"}:
         buffer = make(kind, **names)
         buffer.extend(rows)
         batch = buffer.sample()
         assert batch["state"].shape == (16, 3)
         anchor = batch["index"].reshape(16, -1)[:, 0]
         same = torch.equal(batch["state"], rows["state"][anchor])
-        assert same == (kind in ("interpolated_rewards", "ero", "ct"))  # none follows another
+        none_follows = kind in ("ct", "tuned_ct")
+        assert same == (none_follows or kind in ("interpolated_rewards", "ero"))
     assert make("noisy", **names).transform[0].action_keys == ("action",)
-    for kind in ("ct", "s4rl", "ras", "noisy"):
+    for kind in ("ct", "tuned_ct", "s4rl", "ras", "noisy"):
         with pytest.raises(
             ValueError, match=r"No entry of `keys`, \('state',\), is an observation"
         ):
@@ -412,28 +476,32 @@ def test_pickling_leaves_out_what_the_storage_has():
     assert len(pickle.dumps(buffer.sampler)) < 2_000
 
 
-def _extend_from_outside(buffer, seed):
+def _extend_from_outside(buffer, pipe):
     torch.set_num_threads(1)
-    buffer.extend(make_transitions(15, seed=seed))
+    for seed in iter(pipe.recv, None):
+        buffer.extend(make_transitions(15, seed=seed))
+        pipe.send(len(buffer))
 
 
 def test_writes_of_another_process_are_seen():
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(40),
-        sampler=NeighborPairSampler(k=5),
-        batch_size=8,
-        shared=True,
+    buffer = make_replay_buffer(
+        "nmer", k=5, storage=LazyTensorStorage(40), batch_size=8, shared=True
     )
     buffer.extend(make_transitions(30))
     buffer.sample()
+    pipe, end = get_context("spawn").Pipe()
+    process = get_context("spawn").Process(target=_extend_from_outside, args=(buffer, end))
+    process.start()
+    end.close()  # so that a process that fails ends the wait for its answer
     for seed in (1, 2):
-        process = get_context("spawn").Process(target=_extend_from_outside, args=(buffer, seed))
-        process.start()
-        process.join()
-        assert process.exitcode == 0
+        pipe.send(seed)
+        assert pipe.recv() == 40
         index = torch.arange(len(buffer.storage))
         neighbors = buffer.sampler.neighbors(buffer.storage, index)
         assert_neighbors(stored_points(buffer.storage), index, neighbors)
+    pipe.send(None)
+    process.join()
+    assert process.exitcode == 0
     assert len(buffer.storage) == 40
 
 
@@ -474,28 +542,7 @@ def test_float64_rows():
     assert buffer.sample()["observation"].dtype == torch.float64
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("search", ["auto", "torch"])
-def test_searches_in_a_storage_on_cuda(search):  # pragma: no cover
-    buffer = make_replay_buffer("nmer", capacity=100, batch_size=16, device="cuda", search=search)
-    buffer.extend(make_transitions(80).cuda())
-    batch = buffer.sample()
-    assert batch["observation"].device.type == "cuda"
-    index = torch.arange(80, device="cuda")
-    neighbors = buffer.sampler.neighbors(buffer.storage, index)
-    assert_neighbors(stored_points(buffer.storage).cpu(), index.cpu(), neighbors.cpu())
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_on_cuda(kind):  # pragma: no cover
-    buffer = make_replay_buffer(kind, capacity=100, batch_size=16, device="cuda")
-    for seed in range(3):  # each write is announced where the rows are
-        buffer.extend(make_transitions(40, seed=seed).cuda())
-        assert buffer.sample()["observation"].device.type == "cuda"
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", METHODS)
 def test_an_empty_state_has_the_storage_read_anew_and_forgets_nothing_else(kind):
     buffer = make(kind, capacity=50)
     rows = make_transitions(80)

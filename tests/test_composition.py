@@ -650,7 +650,7 @@ def test_a_dataset_of_torchrl_takes_a_pair_sampler(minari_dataset, episodes, tmp
     buffer = make(capacity=len(dataset), batch_size=500, storage=dataset.storage)
     assert_mixed(buffer.sample(), dataset.storage[:])
     with pytest.raises(RuntimeError, match="doesn't allow writing"):
-        dataset.extend(rows)
+        dataset.extend(dataset.storage[:5].clone())
 
 
 def test_integer_rewards_of_a_dataset_are_refused(tmp_path, monkeypatch):

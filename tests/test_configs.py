@@ -1,128 +1,108 @@
+from dataclasses import dataclass, fields
+
 import pytest
 from helpers import make_transitions
 from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
-from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from torchrl.trainers.algorithms.configs.data import (
-    SamplerConfig,
-    TensorDictReplayBufferConfig,
-)
+from omegaconf import MissingMandatoryValue, OmegaConf
+from torchrl.data import RandomSampler
+from torchrl.trainers.algorithms.configs.data import ReplayBufferBaseConfig, SamplerConfig
 from torchrl.trainers.algorithms.configs.transforms import TransformConfig
 
 from nmer_torchrl import (
-    AmplitudeScaling,
-    DeltaMixup,
-    MeanMixup,
-    MixReg,
-    NeighborhoodMixup,
-    NeighborhoodSampler,
+    Method,
     NeighborPairSampler,
     PairMixup,
     PairPrioritizedReplayBuffer,
     PrioritizedNeighborPairSampler,
     RandomPairSampler,
-    RewardMean,
-    StateMixup,
-    TemporalPairSampler,
 )
-from nmer_torchrl.configs import (
-    AmplitudeScalingConfig,
-    DeltaMixupConfig,
-    MeanMixupConfig,
-    MixRegConfig,
-    NeighborhoodMixupConfig,
-    NeighborhoodSamplerConfig,
-    NeighborPairSamplerConfig,
-    PairMixupConfig,
-    PairPrioritizedReplayBufferConfig,
-    PrioritizedNeighborPairSamplerConfig,
-    RandomPairSamplerConfig,
-    RewardMeanConfig,
-    StateMixupConfig,
-    TemporalPairSamplerConfig,
-)
+from nmer_torchrl.configs import make_config
+from nmer_torchrl.methods import METHODS, option_names
+from nmer_torchrl.methods.groups import Keyed
+from nmer_torchrl.samplers import NeighborhoodSampler
+from nmer_torchrl.transforms import MeanMixup
+
+KEYED = [name for name, method in METHODS.items() if issubclass(method, Keyed)]
 
 
 def test_configs_are_torchrls_kind():
-    assert issubclass(NeighborPairSamplerConfig, SamplerConfig)
-    assert issubclass(RandomPairSamplerConfig, SamplerConfig)
-    assert issubclass(PairMixupConfig, TransformConfig)
-    assert issubclass(PrioritizedNeighborPairSamplerConfig, SamplerConfig)
-    assert issubclass(PairPrioritizedReplayBufferConfig, TensorDictReplayBufferConfig)
+    assert issubclass(make_config(NeighborPairSampler), SamplerConfig)
+    assert issubclass(make_config(PairMixup), TransformConfig)
+    for name in METHODS:
+        node = ConfigStore.instance().load(f"replay_buffer/{name}.yaml").node
+        assert issubclass(OmegaConf.get_type(node), ReplayBufferBaseConfig)
 
 
 def test_configs_make_their_objects():
     sampler = instantiate(
-        NeighborPairSamplerConfig(
+        make_config(NeighborPairSampler)(
             k=4, search="torch", keys=["state", ["robot", "q"]], value_keys=[["next", "reward"]]
         )
     )
     assert isinstance(sampler, NeighborPairSampler)
     assert "k=4, keys=('state', ('robot', 'q'))" in repr(sampler)
-    assert isinstance(instantiate(RandomPairSamplerConfig()), RandomPairSampler)
-    assert "keys=('state',)" in repr(instantiate(RandomPairSamplerConfig(keys="state")))
+    assert isinstance(instantiate(make_config(RandomPairSampler)()), RandomPairSampler)
+    assert "keys=('state',)" in repr(instantiate(make_config(RandomPairSampler)(keys="state")))
     graph = {"_target_": "nmer_torchrl.neighbors.NeighborGraph", "k": 4, "exact": True}
-    assert instantiate(NeighborPairSamplerConfig(k=4, search=graph))._neighborhood._chosen.exact
-    fold = instantiate(PairMixupConfig(alpha=0.2, mix_keys=["x"], terminated_key=["next", "end"]))
+    config = make_config(NeighborPairSampler)(k=4, search=graph)
+    assert instantiate(config).unit.neighborhood._chosen.exact
+    fold = instantiate(
+        make_config(PairMixup)(alpha=0.2, mix_keys=["x"], terminated_key=["next", "end"])
+    )
     assert isinstance(fold, PairMixup)
     assert (fold.alpha, fold.mix_keys, fold.terminated_key) == (0.2, ("x",), ("next", "end"))
 
 
-def test_configs_of_other_folds_make_their_objects():
-    sampler = instantiate(
-        TemporalPairSamplerConfig(
-            keys=["state"],
-            value_keys=[["next", "state"]],
-            end_keys=[["next", "end"]],
-            trajectory_key=["ids", "episode"],
-        )
-    )
-    assert isinstance(sampler, TemporalPairSampler)
-    succession = sampler._succession
-    assert (succession.observations, succession.end_keys) == (("state",), (("next", "end"),))
-    assert succession.trajectory_key == ("ids", "episode")
-    state = instantiate(StateMixupConfig(alpha=0.4, observation_keys=[["robot", "q"]]))
-    assert isinstance(state, StateMixup)
-    assert (state.alpha, state.observation_keys) == (0.4, (("robot", "q"),))
-    scaling = instantiate(AmplitudeScalingConfig(high=1.5))
-    assert isinstance(scaling, AmplitudeScaling)
-    assert (scaling.low, scaling.high) == (0.6, 1.5)
-    mixreg = instantiate(MixRegConfig(alpha=0.4))
-    assert isinstance(mixreg, MixReg)
-    assert mixreg.alpha == 0.4
-    rewards = instantiate(RewardMeanConfig(terminated_key=["next", "end"]))
-    assert isinstance(rewards, RewardMean)
-    assert rewards.terminated_key == ("next", "end")
+def test_parts_of_parts_are_named_by_their_target():
+    metric = {"_target_": "nmer_torchrl.Mahalanobis", "shrinkage": 0.1}
+    sampler = instantiate(make_config(NeighborhoodSampler)(k=4, metric=metric))
+    assert (type(sampler), sampler.metric.shrinkage) == (NeighborhoodSampler, 0.1)
+    gate = {"_target_": "nmer_torchrl.transforms.Fraction", "share": 0.5}
+    fold = instantiate(make_config(MeanMixup)(gates=[gate]))
+    assert (type(fold), fold.gates[0].share) == (MeanMixup, 0.5)
 
 
-def test_configs_of_metrics_and_interpolations_make_their_objects():
-    sampler = instantiate(
-        NeighborhoodSamplerConfig(k=4, metric={"mahalanobis": {"shrinkage": 0.1}})
-    )
-    assert isinstance(sampler, NeighborhoodSampler)
-    assert (sampler.k, sampler.metric.shrinkage) == (4, 0.1)
-    prioritized = PrioritizedNeighborPairSamplerConfig(max_capacity=9, metric="product", beta=0.7)
-    made = instantiate(prioritized)
-    assert (repr(made.metric), made.beta) == ("ProductNorm(action_keys=('action',))", 0.7)
-    delta = instantiate(DeltaMixupConfig(alpha=0.4, fraction=0.5))
-    assert isinstance(delta, DeltaMixup)
-    assert (delta.alpha, delta.gates[0].share) == (0.4, 0.5)
-    linear = {"linear": {"first": 1.0, "last": 0.0, "rows": 10}}
-    mean = instantiate(MeanMixupConfig(fraction=linear, terminated_key=["next", "end"]))
-    assert isinstance(mean, MeanMixup)
-    assert (mean.gates[0].share(10), mean.terminated_key) == (0.0, ("next", "end"))
-    assert isinstance(instantiate(NeighborhoodMixupConfig()), NeighborhoodMixup)
-    density = {"density": {"first": 0.0, "last": 1.0, "rows": 10}}
-    with pytest.raises(InstantiationException, match="make the buffer by make_replay_buffer"):
-        instantiate(PairMixupConfig(fraction=density))
+def test_an_argument_without_a_default_is_missing():
+    config = make_config(PrioritizedNeighborPairSampler)
+    assert instantiate(config(max_capacity=9, beta=0.7)).beta == 0.7
+    with pytest.raises(MissingMandatoryValue, match="max_capacity"):
+        instantiate(config())
+
+
+def test_a_method_of_ones_own_has_a_config():
+    @dataclass(frozen=True)
+    class Own(Method[RandomSampler]):
+        size: int = 3
+
+        def make_sampler(self, capacity):
+            return RandomSampler()
+
+    config = make_config(Own)
+    assert [field.name for field in fields(config)] == ["size", "_target_", "_convert_"]
+    assert config().size == 3
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_a_replay_buffer_by_its_name(name):
+    options = ["capacity=50", "batch_size=8", "keys=[observation,action]"]
+    if "k" in option_names(METHODS[name]):
+        options.append("k=3")
+    given = [f"++replay_buffer.{option}" for option in options[: None if name in KEYED else 2]]
+    with initialize(version_base=None):
+        config = compose(overrides=[f"+replay_buffer={name}", *given])
+    buffer = instantiate(config.replay_buffer)
+    assert type(buffer.sampler) is type(METHODS[name]().make_sampler(50))
+    buffer.extend(make_transitions(20))
+    assert buffer.sample().batch_size == (8,)
+    assert getattr(buffer.sampler, "k", 3) in (1, 3)
 
 
 @pytest.mark.parametrize(
     ("group", "name"),
     [
         ("sampler", "neighborhood"),
-        ("transform", "delta_mixup"),
         ("transform", "mean_mixup"),
         ("transform", "neighborhood_mixup"),
         ("sampler", "temporal_pair"),

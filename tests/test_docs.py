@@ -17,31 +17,17 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from helpers import make_transitions
 from omegaconf import OmegaConf
-from test_recipe_parts import RECIPES, _only_the_recipes_configs, make_config  # noqa: F401
-from test_reproduce import expand
+from page_helpers import ROOT, blocks, first_column, name, pages
+from recipe_helpers import RECIPES, expand, make_config
 
 import nmer_torchrl
 
+from common import settings  # isort: skip
 from common.runs import COLUMNS  # isort: skip
 
-ROOT = RECIPES.parent
-
-
-def pages() -> list[Path]:
-    """README, contributing guide and docs, without what recipes write there."""
-    written = (ROOT / "docs" / "manifold", ROOT / "docs" / "results")
-    found = (ROOT / "docs").rglob("*.md")
-    found = [path for path in found if not any(map(path.is_relative_to, written))]
-    return sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *found])
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-
-
-def name(page: Path) -> str:
-    return str(page.relative_to(ROOT))
+pytestmark = pytest.mark.usefixtures("only_recipe_configs")
 
 
 @pytest.mark.parametrize("page", [p for p in pages() if blocks(p, "python")], ids=name)
@@ -60,6 +46,39 @@ def test_code_runs_as_printed(page, tmp_path, monkeypatch):
     shapes = re.findall(r"^print\(.*\)  # (\[.*\])$", code, re.MULTILINE)
     lines = re.sub(r"torch\.Size\((.*?)\)( ?)", r"\1,\2", printed.getvalue()).splitlines()
     assert [shape for shape in shapes if f"{shape}," not in lines] == []
+
+
+ON_CUDA = {
+    "README.md": {
+        "LazyTensorStorage(1_000_000)": 'LazyTensorStorage(1_000, device="cuda:0")',
+        "capacity=1_000_000,": 'capacity=1_000, device="cuda:0",',
+    },
+    "docs/tutorial.md": {
+        "LazyTensorStorage(FRAMES)": 'LazyTensorStorage(FRAMES, device="cuda:0")',
+        'GymEnv("Pendulum-v1")': 'GymEnv("Pendulum-v1", device="cuda:0")',
+        '"activation_class": nn.ReLU': '"activation_class": nn.ReLU, "device": "cuda:0"',
+        "num_qvalue_nets=2)": 'num_qvalue_nets=2).to("cuda:0")',
+        "= 500, 300, 100, 10, 64": "= 300, 200, 100, 2, 64",
+        "NeighborPairSampler(k=10)": 'NeighborPairSampler(k=10, search="torch")',
+        "prefetch=3": "prefetch=None",  # a pretended device knows nothing of threads
+    },
+}
+
+
+@pytest.mark.parametrize("page", ON_CUDA)
+def test_code_runs_on_cuda(page, cuda, monkeypatch):
+    code = "\n".join(blocks(ROOT / page, "python"))
+    for text, replaced in ON_CUDA[page].items():
+        assert text in code
+        code = code.replace(text, replaced)
+    module = types.ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(compile(code, page, "exec"), vars(module))
+    if page == "README.md":
+        module.buffer.extend(make_transitions(20).to("cuda:0"))
+    assert module.buffer.sample()["observation"].device.type == "cuda"
 
 
 # ---------------------------------------------------------------------------------------- commands
@@ -212,16 +231,8 @@ def test_links_lead_somewhere(page):
             assert target.exists(), link
 
 
-def first_column(page: Path, heading: str) -> list[str]:
-    """Code words in the first column of the tables with that heading there."""
-    rows = re.findall(
-        rf"^\| {heading} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE
-    )
-    return re.findall(r"^\| `([^`]+)` \|", "".join(rows), re.MULTILINE)
-
-
 def choices(group: str) -> set[str]:
-    return {path.stem for path in (RECIPES / "conf" / group).glob("*.yaml")}
+    return settings._choices(group)
 
 
 def test_the_recipes_page_has_every_setting():
@@ -229,8 +240,7 @@ def test_the_recipes_page_has_every_setting():
     real = {key for recipe in ("sac", "td3") for key in make_config(recipe)} - set(groups)
     for group in groups:
         for choice in choices(group):
-            keys = OmegaConf.load(RECIPES / "conf" / group / f"{choice}.yaml")
-            real |= {f"{group}.{key}" for key in keys}
+            real |= {f"{group}.{key}" for key in settings._settings(group, choice)}
     assert sorted(first_column(ROOT / "docs" / "recipes.md", "key")) == sorted(real)
 
 
@@ -253,13 +263,14 @@ def test_the_recipes_page_has_every_metric():
     assert first_column(ROOT / "docs" / "recipes.md", "logged") == list(COLUMNS)
 
 
-PARTS = ("buffers", "configs", "diagnostics", "functional", "metrics", "neighbors", "samplers")
+PARTS = ("buffers", "configs", "diagnostics", "functional", "methods", "metrics", "neighbors")
+PARTS += ("samplers", "transforms")
 
 
 def public_names() -> list[tuple[str, object]]:
     """Dotted names of all that is public, and what they stand for."""
     found = [(f"nmer_torchrl.{n}", getattr(nmer_torchrl, n)) for n in nmer_torchrl.__all__]
-    for part in (*PARTS, "transforms"):
+    for part in PARTS:
         module = importlib.import_module(f"nmer_torchrl.{part}")
         own = [
             n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__
@@ -279,7 +290,9 @@ def test_every_public_name_is_in_the_reference():
     text = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
     named = set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
     objects = {
-        id(v): n for n, v in public_names() if n.split(".")[1] not in ("configs", "functional")
+        id(v): n
+        for n, v in public_names()
+        if n.split(".")[1] not in ("configs", "functional") and not inspect.ismodule(v)
     }
     shown = {
         id(getattr(importlib.import_module(n.rpartition(".")[0]), n.rpartition(".")[2]))

@@ -11,16 +11,9 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.modules import MLP, ValueOperator
 
-from nmer_torchrl import (
-    AmplitudeScaling,
-    GaussianNoise,
-    MixReg,
-    NeighborPairSampler,
-    RewardMean,
-    SpreadSampler,
-    StateMixup,
-    make_replay_buffer,
-)
+from nmer_torchrl import GaussianNoise, NeighborPairSampler, StateMixup, make_replay_buffer
+from nmer_torchrl.samplers import SpreadSampler
+from nmer_torchrl.transforms import AmplitudeScaling, MixReg, RewardMean
 
 TINY = 1e-4  # see test_functional
 NEXT = ("next", "observation")
@@ -72,7 +65,7 @@ def test_state_mixup_moves_the_observation_towards_the_next():
     rows = make_transitions(64, terminated=0.3)
     before = rows.clone()
     batch = StateMixup(0.75)(rows)
-    weight = batch["mixup_weight"]
+    weight = batch["state_weight"]
     assert weight.shape == (64, 1)
     assert ((weight > 0) & (weight < 1)).all()  # terminal rows too
     w = weight.double()
@@ -83,9 +76,9 @@ def test_state_mixup_moves_the_observation_towards_the_next():
     assert (rows == before).all()  # what was read is left alone
 
 
-def test_state_mixup_weights_follow_the_beta_distribution():
+def test_state_state_weights_follow_the_beta_distribution():
     weight = StateMixup(0.4, generator=torch.Generator().manual_seed(0))(make_transitions(5_000))
-    sample = weight["mixup_weight"].squeeze(1).numpy()
+    sample = weight["state_weight"].squeeze(1).numpy()
     assert stats.kstest(sample, stats.beta(0.4, 0.4).cdf).pvalue > TINY
 
 
@@ -95,11 +88,11 @@ def test_states_that_are_not_finite_are_not_mixed(key):
     rows[key][3, 0], rows[key][7, 1] = torch.nan, torch.inf
     batch = StateMixup(0.75)(rows)
     for row in (3, 7):
-        assert batch["mixup_weight"][row] == 1
+        assert batch["state_weight"][row] == 1
         torch.testing.assert_close(
             batch["observation"][row], rows["observation"][row], equal_nan=True
         )
-    assert (batch["mixup_weight"] < 1).sum() == 18
+    assert (batch["state_weight"] < 1).sum() == 18
 
 
 def test_state_mixup_of_nested_and_several_entries():
@@ -112,7 +105,7 @@ def test_state_mixup_of_nested_and_several_entries():
         batch_size=[8],
     )
     batch = StateMixup(1.0, observation_keys=[("robot", "q"), "v"])(rows)
-    weight = batch["mixup_weight"]
+    weight = batch["state_weight"]
     torch.testing.assert_close(batch["v"], rows["next", "v"].lerp(rows["v"], weight[:, 0]))
     q = rows["next", "robot", "q"].lerp(rows["robot", "q"], weight.unsqueeze(-1))
     torch.testing.assert_close(batch["robot", "q"], q)
@@ -149,7 +142,9 @@ def test_amplitudes_of_rows_that_are_not_finite_are_one():
 
 @pytest.mark.parametrize("bounds", [(0.0, 1.0), (1.2, 0.6), (-1.0, 1.0), (0.5, float("inf"))])
 def test_bad_amplitudes_are_named(bounds):
-    with pytest.raises(ValueError, match=rf"low={bounds[0]} and high={bounds[1]}.*in order"):
+    with pytest.raises(
+        ValueError, match=rf"min_factor={bounds[0]} and max_factor={bounds[1]}.*in order"
+    ):
         AmplitudeScaling(*bounds)
 
 
@@ -425,7 +420,8 @@ def test_a_copy_has_a_spread_of_its_own(duplicate):
 def test_draws_come_from_the_generator_that_is_set_and_its_state_is_kept(fold):
     pairs = make_pairs()
     rows = pairs if fold is MixReg else pairs[:, 0]
-    written = "amplitude" if fold is AmplitudeScaling else "mixup_weight"
+    names = {StateMixup: "state_weight", AmplitudeScaling: "amplitude", MixReg: "mixup_weight"}
+    written = names[fold]
     first = fold(generator=torch.Generator().manual_seed(5))
     first(rows)
     state = first.state_dict()

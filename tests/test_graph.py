@@ -15,9 +15,11 @@ from helpers import (
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from soak import soak
 
-from nmer_torchrl import RunningStandardizer, make_replay_buffer
+from nmer_torchrl import make_replay_buffer
 from nmer_torchrl.neighbors import NeighborGraph
+from nmer_torchrl.tracking.standardize import RunningStandardizer
 
 STREAMS = Path(__file__).parent / "data"
 
@@ -103,7 +105,7 @@ class Writes(RuleBasedStateMachine):
         neighbors = self.buffer.sampler.neighbors(self.buffer.storage, index)
         points = stored_points(self.buffer.storage)
         if self.exact:
-            assert_neighbors(points, index, neighbors)
+            assert_neighbors(points, index, neighbors, rtol=1e-9)
         else:
             self.scores.append(recall(points, index, neighbors))
 
@@ -117,15 +119,15 @@ class WritesByDefault(Writes):
 
 
 TestWritesProven = Writes.TestCase
-TestWritesProven.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestWritesProven.settings = settings(max_examples=soak(40), stateful_step_count=20)
 TestWritesByDefault = WritesByDefault.TestCase
-TestWritesByDefault.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestWritesByDefault.settings = settings(max_examples=soak(40), stateful_step_count=20)
 
 
 @pytest.mark.parametrize("name", ["halfcheetah", "hopper"])
-@pytest.mark.parametrize("ring", [None, 3_000])
+@pytest.mark.parametrize("ring", [None, 2_000])
 def test_recall_through_a_real_training_stream(name, ring):
-    points = torch.from_numpy(np.load(STREAMS / f"{name}.npz")["points"])
+    points = torch.from_numpy(np.load(STREAMS / f"{name}.npz")["points"])[: soak(3_600)]
     capacity = ring or len(points)
     graph, stats = NeighborGraph(k=10), RunningStandardizer(points.shape[1])
     stored = torch.zeros(capacity, points.shape[1])
@@ -142,7 +144,7 @@ def test_recall_through_a_real_training_stream(name, ring):
             index = torch.randint(count, (400,), generator=generator)
             neighbors = graph.query(index, 10, stats.scale)
             scores.append(recall(stored[:count], index, neighbors, stats.scale))
-    assert len(scores) == 15
+    assert len(scores) == len(points) // 400
     assert min(scores) >= 0.995, scores
 
 
@@ -156,7 +158,7 @@ def test_exact_equals_brute_force_through_drift_and_arrivals():
         graph.write(torch.arange(start, start + 50), chunk)
         index = torch.randint(start + 50, (100,))
         neighbors = graph.query(index, 10, stats.scale)
-        assert_neighbors(points[: start + 50], index, neighbors, stats.scale)
+        assert_neighbors(points[: start + 50], index, neighbors, stats.scale, rtol=1e-9)
 
 
 def test_a_spread_that_grows_a_hundredfold_is_followed():
@@ -211,6 +213,77 @@ def test_lists_that_a_jump_of_the_scale_puts_into_doubt_are_made_anew(jump):
         assert graph.stats()["rescored"] == number
         assert graph.stats()["certified"] == 1.0
     assert (graph.stats()["built"] > 2_000) == (jump > 0.01)  # little drift is within the slack
+
+
+def estimated_tail() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Points whose estimated distance exceeds the true one, and two scales that bring that about.
+
+    The list of row 0 holds the rows 1 to 7, then row 8 at the distance 1 along the first dimension.
+    Under the second scale that distance is 0.985, while most distances, along the second dimension,
+    have grown, so that the estimate is 1.015. Row 400 comes between the two, at 1.
+    """
+    drift = 0.015
+    scales = torch.tensor([[0.0, 0.0], [-drift, drift]], dtype=torch.float64).exp()
+    points = torch.zeros(600, 2)
+    points[1:8, 1] = 0.01 * torch.arange(1, 8)
+    points[8, 0], points[9, 0] = 1.0, 2.0
+    points[10:, 1] = 1_000 + 0.5 * torch.arange(590)
+    points[400, 1] = 1 / scales[1, 1]
+    return points, *scales
+
+
+@pytest.mark.parametrize("overwritten", [False, True])
+def test_a_point_that_finds_no_room_is_not_taken_to_be_farther_than_it_is(overwritten):
+    points, before, after = estimated_tail()
+    graph = NeighborGraph(k=1, candidates=8, exact=True)
+    graph.write(torch.arange(400), points[:400])
+    for scale in (before, after):
+        graph.query(torch.arange(400), 1, scale)
+    assert graph.stats()["rescored"] == 1
+    assert torch.equal(graph._ordered_under, before)  # the end of the list was not measured again
+    graph.write(torch.arange(400, 600), points[400:])
+    graph.query(torch.tensor([399]), 1, after)
+    assert graph._lists.positions[0].tolist() == [1, 2, 3, 4, 5, 6, 7, 400]
+    if overwritten:  # what is nearer goes away, so that the first neighbour is the one in question
+        points[1:8, 1] = -3_000.0
+        graph.write(torch.arange(1, 8), points[1:8])
+    index = torch.tensor([0])
+    neighbors = graph.query(index, 1 if overwritten else 8, after)
+    assert neighbors[0, -1] == 8
+    assert_neighbors(points, index, neighbors, after, rtol=1e-9)
+
+
+def assert_certificates(graph: NeighborGraph) -> None:
+    """No point outside of a list is nearer than its reach, under the working scale."""
+    points, index = graph.table.rows()[0].double(), graph._lists.listed.nonzero().squeeze(1)
+    scaled = points * graph._metric.scale
+    mode = "donot_use_mm_for_euclid_dist"
+    distances = torch.cdist(scaled[index], scaled, compute_mode=mode).square()
+    distances.scatter_(1, index.unsqueeze(1), torch.inf)
+    listed = graph._lists.positions[index].long()
+    distances.scatter_(1, torch.where(listed < 0, index.unsqueeze(1), listed), torch.inf)
+    distances[:, graph._waits[: len(points)]] = torch.inf
+    assert (distances.amin(1) >= graph._lists.reach[index] * graph._metric.safety()).all()
+
+
+@pytest.mark.parametrize("d", [2, 40])
+def test_certificates_hold_while_the_scale_drifts_and_points_come_and_go(d):
+    generator = torch.Generator().manual_seed(d)
+    graph = NeighborGraph(k=2, candidates=12, exact=True)
+    scale = torch.ones(d, dtype=torch.float64)
+    points = torch.randn((600, d), generator=generator)
+    graph.write(torch.arange(600), points)
+    graph.query(torch.arange(600), 2, scale)
+    for turn in range(20):
+        where = torch.randperm(600, generator=generator)[:128]
+        graph.write(where, torch.randn((128, d), generator=generator))
+        scale = scale.clone()
+        scale[turn % d] *= 1 + 0.01 * d**0.5 * (-1) ** (turn // d)
+        graph.query(where[:1], 2, scale)
+        assert_certificates(graph)
+        graph.query(torch.arange(600), 2, scale)
+        assert_certificates(graph)
+    assert graph.stats()["rescored"] == 20
 
 
 def test_lists_that_are_not_asked_for_are_not_made_anew():
@@ -323,7 +396,7 @@ def test_saved_lists_are_taken_up_and_not_made_anew(tmp_path):
         assert (first == second).all()
         buffer.extend(make_transitions(30, seed=seed))
         other.extend(make_transitions(30, seed=seed))
-    lists = [b.sampler._neighborhood.search.stats() for b in (buffer, other)]
+    lists = [b.sampler.unit.neighborhood.search.stats() for b in (buffer, other)]
     assert lists[0] == lists[1]
 
 
@@ -341,6 +414,21 @@ def test_a_state_of_other_points_is_not_taken_up():
     longer.write(torch.arange(200), walk(200))
     longer.load_state_dict(graph.state_dict())
     assert longer.stats()["lists"] == 0
+
+
+def test_round_numbers_of_float64_are_told_apart():
+    """Their low bits are zero, so that a plain sum of products maps many to the same number."""
+    powers = 2.0 ** torch.arange(16, dtype=torch.float64)
+    points, scale = torch.cartesian_prod(powers, powers, powers), torch.ones(3).double()
+    graph = NeighborGraph(k=3)
+    graph.write(torch.arange(4_096), points)
+    assert len(graph.state_dict()["points"].unique()) == 4_096
+    graph.query(torch.arange(100), 3, scale)
+    other, moved = NeighborGraph(k=3), points.clone()
+    moved[1_000:2_000] = points[2_000:3_000]
+    other.write(torch.arange(4_096), moved)
+    other.load_state_dict(graph.state_dict())
+    assert other.stats()["waiting"] == 1_000
 
 
 def test_too_few_candidates_are_refused():
@@ -529,8 +617,8 @@ def test_a_saved_buffer_that_is_extended_before_it_is_sampled_keeps_its_lists():
     other.load_state_dict(buffer.state_dict())
     other.extend(make_transitions(150, seed=1))
     other.sample()
-    stats = other.sampler._neighborhood.search.stats()
-    assert stats["built"] - buffer.sampler._neighborhood.search.stats()["built"] < 150
+    stats = other.sampler.unit.neighborhood.search.stats()
+    assert stats["built"] - buffer.sampler.unit.neighborhood.search.stats()["built"] < 150
     index = torch.arange(1_000)
     neighbors = other.sampler.neighbors(other.storage, index)
     assert recall(stored_points(other.storage), index, neighbors) >= 0.999

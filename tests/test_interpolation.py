@@ -3,37 +3,41 @@
 import copy
 import math
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from helpers import MIX_KEYS, make_transitions
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import slow_prediction
 from scipy import stats
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from nmer_torchrl import (
-    DeltaMixup,
-    DensityFraction,
-    DistanceCap,
-    ExponentialFraction,
-    Fraction,
-    GaussianProcess,
-    GaussianProcessMixup,
-    LinearFraction,
     Mahalanobis,
-    MeanMixup,
-    NeighborhoodMixup,
-    NeighborhoodSampler,
     NeighborPairSampler,
     PairMixup,
     PairPrioritizedReplayBuffer,
     PrioritizedNeighborPairSampler,
-    QuantileCap,
     make_replay_buffer,
 )
 from nmer_torchrl.functional import combine, sample_dirichlet
+from nmer_torchrl.gaussian_process import GaussianProcess
+from nmer_torchrl.samplers import NeighborhoodSampler
+from nmer_torchrl.transforms import (
+    DensityFraction,
+    DistanceCap,
+    ExponentialFraction,
+    Fraction,
+    GaussianProcessMixup,
+    LinearFraction,
+    MeanMixup,
+    NeighborhoodMixup,
+    QuantileCap,
+)
 
 TINY = 1e-4  # see test_functional
 NEXT = ("next", "observation")
@@ -69,18 +73,17 @@ def make_fold(name, sampler=None, **options):
     return {
         "pair": lambda: PairMixup(0.75, **options),
         "mean": lambda: MeanMixup(**options),
-        "delta": lambda: DeltaMixup(0.75, **options),
         "neighborhood": lambda: NeighborhoodMixup(0.75, **options),
         "gp": lambda: GaussianProcessMixup(sampler, 0.75, **options),
     }[name]()
 
 
-FOLDS = ["pair", "mean", "delta", "neighborhood", "gp"]
+FOLDS = ["pair", "mean", "neighborhood", "gp"]
 
 
 def draw(name, rows, **options):
     """A batch and the rows that it was made of, all of them stored."""
-    pairs = name in ("pair", "mean", "delta")
+    pairs = name in ("pair", "mean")
     kind = NeighborPairSampler if pairs else NeighborhoodSampler
     sampler = kind(4, search="torch")
     buffer = make_buffer(sampler, make_fold(name, sampler, **options))
@@ -89,7 +92,7 @@ def draw(name, rows, **options):
     return batch, buffer.storage[:][batch["index"]]
 
 
-# -- mean and delta --------------------------------------------------------------------------------
+# -- mean --------------------------------------------------------------------------------
 
 
 def test_mean_is_the_mean():
@@ -100,33 +103,6 @@ def test_mean_is_the_mean():
     for key in MIX_KEYS:
         torch.testing.assert_close(batch[key][~ended], rows[key][~ended].mean(1))
     assert (batch["mixup_weight"][~ended] == 0.5).all()
-
-
-def test_delta_adds_the_mixed_change_to_the_mixed_state():
-    rows = make_rows()
-    batch = DeltaMixup(0.75)(rows.clone())
-    weight = batch["mixup_weight"].double()
-    state, following = rows["observation"].double(), rows[NEXT].double()
-    mixed = weight * state[:, 0] + (1 - weight) * state[:, 1]
-    change = following - state
-    expected = mixed + weight * change[:, 0] + (1 - weight) * change[:, 1]
-    torch.testing.assert_close(batch[NEXT].double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(batch["observation"].double(), mixed, rtol=1e-5, atol=1e-5)
-
-
-def test_delta_is_pair_mixup_but_for_rounding():
-    rows = make_rows(terminated=0.1)
-    batches = [
-        fold(0.75, generator=torch.Generator().manual_seed(3))(rows.clone())
-        for fold in (DeltaMixup, PairMixup)
-    ]
-    for key in (*MIX_KEYS, "mixup_weight"):
-        torch.testing.assert_close(batches[0][key], batches[1][key], rtol=1e-5, atol=1e-5)
-
-
-def test_delta_names_what_it_lacks():
-    with pytest.raises(ValueError, match=r"\('next', 'observation'\) is not among `mix_keys`"):
-        DeltaMixup(mix_keys=["observation", "action"])
 
 
 # -- rules that all folds share --------------------------------------------------------------------
@@ -169,7 +145,7 @@ def test_rows_without_partners_pass_through(name):
 @pytest.mark.parametrize("name", FOLDS)
 def test_the_same_seed_gives_the_same_batches_also_from_a_saved_state(name):
     def new(seed):
-        pairs = name in ("pair", "mean", "delta")
+        pairs = name in ("pair", "mean")
         sampler = (NeighborPairSampler if pairs else NeighborhoodSampler)(4, search="torch")
         gates = [Fraction(LinearFraction(1.0, 0.0, 400)), QuantileCap(sampler, 0.8, window=120)]
         generator = torch.Generator().manual_seed(seed)
@@ -203,7 +179,7 @@ def test_that_share_of_rows_is_mixed(name, share):
     sampler = NeighborhoodSampler(4, search="torch")
     buffer = make_buffer(sampler, None)
     buffer.extend(make_transitions(200))
-    width = 2 if name in ("pair", "mean", "delta") else 5
+    width = 2 if name in ("pair", "mean") else 5
     index = sampler.sample(buffer.storage, 2_000)[0][:, :width]
     rows = buffer.storage[:][index]
     generator = torch.Generator().manual_seed(0)
@@ -283,7 +259,7 @@ def test_density_follows_what_is_stored():
         (lambda: QuantileCap(NeighborPairSampler(), 0.0), "quantile=0.0.*above 0 and up to 1"),
         (lambda: QuantileCap(NeighborPairSampler(), 0.5, window=0), "window=0.*at least 1"),
         (lambda: GaussianProcess(lengthscale=0.0), "lengthscale=0.0.*above 0"),
-        (lambda: GaussianProcess(noise=-1.0), "noise=-1.0.*above 0"),
+        (lambda: GaussianProcess(noise_variance=-1.0), "noise_variance=-1.0.*above 0"),
         (lambda: GaussianProcess(max_variance=0.0), "max_variance=0.0.*above 0"),
         (lambda: NeighborhoodMixup(0.0), "alpha=0.0"),
     ],
@@ -304,7 +280,7 @@ def z_distances(buffer, index):
 
 @pytest.mark.parametrize("name", FOLDS)
 def test_rows_whose_partner_is_too_far_stay_unmixed(name):
-    pairs = name in ("pair", "mean", "delta")
+    pairs = name in ("pair", "mean")
     sampler = (NeighborPairSampler if pairs else NeighborhoodSampler)(4, search="torch")
     buffer = make_buffer(sampler, make_fold(name, sampler, gates=[DistanceCap(sampler, 1.2)]))
     buffer.extend(make_transitions(200))
@@ -425,24 +401,6 @@ def test_steps_of_another_number_keep_a_neighborhood_unmixed():
 
 
 # -- Gaussian processes ----------------------------------------------------------------------------
-
-
-def slow_prediction(process, points, outputs, query):
-    """The equations for one neighbourhood, float64."""
-    n = len(points)
-    apart = [[(x - y).norm() for y in points] for x in points]
-    length = process.lengthscale * sum(sum(row) for row in apart) / (n * (n - 1))
-    length = length if length > 0 else torch.tensor(1.0)
-
-    def kernel(x, y):
-        return torch.exp(-(x - y).square().sum() / (2 * length**2))
-
-    gram = torch.stack([torch.stack([kernel(x, y) for y in points]) for x in points])
-    gram = gram + process.noise * torch.eye(n, dtype=torch.float64)
-    near = torch.stack([kernel(x, query) for x in points])
-    mean = outputs.mean(0)
-    solved = torch.linalg.solve(gram, near)
-    return mean + solved @ (outputs - mean), 1 - solved @ near
 
 
 @pytest.mark.parametrize("process", [GaussianProcess(), GaussianProcess(0.5, 0.1)])
@@ -596,3 +554,19 @@ def test_prefetching_one_batch_changes_no_batch(kind, metric):
         buffer.extend(make_transitions(60))
     for _ in range(5):
         assert (plain.sample() == ahead.sample()).all()
+
+
+def test_prefetching_threads_ask_a_gate_in_turn():
+    class Count:
+        seen = 0
+
+        def __call__(self, batch, generator):
+            before = self.seen
+            time.sleep(0.002)  # long enough for another thread to come between
+            self.seen = before + 1
+            return torch.ones(batch.shape[:-1], dtype=torch.bool)
+
+    fold, rows = PairMixup(gates=[Count()]), make_transitions(8).reshape(4, 2)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: fold(rows), range(20)))
+    assert fold.gates[0].seen == 20

@@ -4,9 +4,8 @@ import csv
 
 import pytest
 import torch
+from recipe_helpers import make_config, run
 from tensordict import TensorDict
-from test_recipe_parts import make_config
-from test_recipes import run
 
 import manifold  # isort: skip
 from common.errors import UsageError  # isort: skip
@@ -104,7 +103,7 @@ def test_tasks_without_joints_are_compared_too(tmp_path):
         ("replay_ratio=-1", "replay_ratio=-1, but it is a number, at least 0"),
         ("sizes=[]", "nothing to compare"),
         ("+methods.mixup.k=3", "methods.mixup: .* no use for k=3"),
-        ("+methods.new={kind: newest}", "methods.new: Unknown kind"),
+        ("+methods.new={kind: newest}", "methods.new: There is no replay method newest"),
         ("env.version=v0", "cannot be made"),
     ],
 )
@@ -130,7 +129,11 @@ def test_methods_draw_the_same_anchors_and_weights(tmp_path):
         name: manifold.draw(dict(method), rows, 50, seed=3) for name, method in cfg.methods.items()
     }
     others = ("noisy", "neighborhood", "gp")  # those without weights, and with one for each row
-    weights = [batch["mixup_weight"] for name, (batch, _) in draws.items() if name not in others]
+    weights = [
+        batch["state_weight" if name == "s4rl" else "mixup_weight"]
+        for name, (batch, _) in draws.items()
+        if name not in others
+    ]
     for weight in weights:
         assert ((weight == weights[0]) | (weight == 1)).all()
     assert torch.equal(draws["neighborhood"][0]["mixup_weight"], draws["gp"][0]["mixup_weight"])

@@ -18,12 +18,13 @@ from nmer_torchrl import (
     Mahalanobis,
     NeighborPairSampler,
     PairMixup,
+    PairPrioritizedReplayBuffer,
     PrioritizedNeighborPairSampler,
     ProductNorm,
 )
-from nmer_torchrl.covariance import RunningCovariance
 from nmer_torchrl.metrics import mahalanobis
 from nmer_torchrl.neighbors import FaissSearch, KeOpsSearch, NeighborGraph, TorchSearch
+from nmer_torchrl.tracking.covariance import RunningCovariance
 
 
 def z_scored(points: torch.Tensor) -> torch.Tensor:
@@ -253,7 +254,7 @@ def test_a_saved_graph_is_taken_up_with_its_lists(metric):
     second.load_state_dict(first.state_dict())
     nobody = torch.empty(0, dtype=torch.int64)
     second.sampler.neighbors(second.storage, nobody)
-    assert second.sampler._neighborhood.search.stats()["lists"] >= 500
+    assert second.sampler.unit.neighborhood.search.stats()["lists"] >= 500
 
 
 @pytest.mark.parametrize("metric", [m for m in METRICS if m != "whitened feature"])
@@ -435,7 +436,7 @@ def test_only_rows_that_were_written_go_through_the_function():
 
 def test_features_need_no_gradient():
     buffer = make_buffer(FeatureSpace(torch.nn.Linear(3, 2).forward))
-    buffer.sampler._neighborhood.rows.feature = lambda rows: torch.nn.Linear(3, 2)(
+    buffer.sampler.unit.neighborhood.rows.feature = lambda rows: torch.nn.Linear(3, 2)(
         rows["observation"]
     )
     buffer.extend(correlated(20))
@@ -504,11 +505,16 @@ def test_what_is_no_feature_is_named(feature):
 
 def test_priorities_go_with_any_metric():
     sampler = PrioritizedNeighborPairSampler(50, 4, search="torch", metric=Mahalanobis())
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(50), sampler=sampler, batch_size=8)
+    buffer = PairPrioritizedReplayBuffer(
+        storage=LazyTensorStorage(50),
+        sampler=sampler,
+        transform=lambda pairs: pairs,
+        batch_size=8,
+    )
     buffer.extend(correlated(50))
     buffer.sample()
     assert_nearest(buffer, whitened)
 
 
 def test_the_keys_of_the_oracle_are_the_samplers():
-    assert NeighborPairSampler()._rows.keys == POINT_KEYS
+    assert NeighborPairSampler().unit.rows.keys == POINT_KEYS

@@ -6,7 +6,8 @@ from scipy import stats
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from nmer_torchrl import ReplayOptimizationSampler, make_replay_buffer
+from nmer_torchrl import make_replay_buffer
+from nmer_torchrl.samplers import ReplayOptimizationSampler
 
 
 def make_buffer(n: int = 200, capacity: int = 200, **options) -> TensorDictReplayBuffer:

@@ -1,11 +1,15 @@
 """The package as its users get it: imports and wheel."""
 
+import ast
 import subprocess
 import sys
 import sysconfig
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+import nmer_torchrl
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,6 +30,22 @@ heavy = {"pykeops", "keopscore", "faiss", "hydra", "wandb"}
 print(sorted(heavy & (set(sys.modules) - before)), sorted(heavy & set(sys.modules)))
 """
     assert run(code).strip() == "[] []"
+
+
+def test_version_is_that_of_the_installation():
+    assert nmer_torchrl.__version__ == metadata.version("nmer-torchrl")
+
+
+def test_configs_without_hydra_say_what_to_install():
+    code = """
+import sys
+sys.modules["hydra"] = None  # `import hydra` fails
+try:
+    import nmer_torchrl.configs
+except ImportError as error:
+    print(error)
+"""
+    assert "pip install hydra-core" in run(code)
 
 
 @pytest.mark.xdist_group("keops")
@@ -62,3 +82,44 @@ def test_wheel_installs_into_an_empty_environment(tmp_path):
     )
     assert result.stdout.startswith(str(site))
     assert (site / "nmer_torchrl" / "py.typed").exists()
+
+
+# Which rooms each room may use; the modules at the root that hold no part are open to all.
+USES = {
+    "neighbors": set(),
+    "tracking": {"neighbors"},
+    "metrics": {"neighbors", "tracking"},
+    "pairs": {"neighbors", "tracking", "metrics"},
+    "samplers": {"neighbors", "tracking", "metrics", "pairs"},
+    "transforms": {"tracking"},
+    "methods": {"neighbors", "tracking", "metrics", "pairs", "samplers", "transforms"},
+}
+
+
+@pytest.mark.parametrize("room", USES)
+def test_dependencies_point_one_way(room):
+    used = set()
+    for path in (Path(nmer_torchrl.__file__).parent / room).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nmer_torchrl."):
+                used.add(node.module.split(".")[1])
+    assert used & USES.keys() - {room} <= USES[room]
+
+
+def imported(path: Path) -> set[str]:
+    """Modules that a file imports, by the last part of their names."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            names += [node.module or "", *(alias.name for alias in node.names)]
+    return {name.rpartition(".")[2] for name in names}
+
+
+def test_no_test_module_imports_another():
+    """What they share is in plain modules beside them, and fixtures are in `conftest.py`."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    modules = {path.stem for path in files if path.stem.startswith("test_")} | {"conftest"}
+    assert len(modules) > 50
+    found = {path.name: both for path in files if (both := imported(path) & modules)}
+    assert not found, "move what they share to a module whose name does not begin with test_"

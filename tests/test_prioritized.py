@@ -3,8 +3,6 @@
 import copy
 import re
 import threading
-from collections import defaultdict
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ import torch
 from helpers import assert_neighbors, make_transitions, stored_points
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import importance, probabilities, reference_update
 from scipy import stats
 from tensordict import TensorDict
 from torchrl.data import (
@@ -25,14 +24,15 @@ from torchrl.data import (
 from torchrl.data.replay_buffers.scheduler import LinearScheduler, StepScheduler
 
 from nmer_torchrl import (
-    CheckedPrioritizedSampler,
+    NeighborPairs,
     NeighborPairSampler,
     PairMixup,
     PairPrioritizedReplayBuffer,
     PrioritizedNeighborPairSampler,
     make_replay_buffer,
-    rows,
 )
+from nmer_torchrl.samplers import CheckedPrioritizedSampler
+from nmer_torchrl.tracking import rows
 
 KINDS = ["per", "per_nmer"]
 TINY = 1e-4  # see test_functional
@@ -62,34 +62,6 @@ def give_errors(buffer, seed=0) -> None:
 
 def assert_same_batch(first, second) -> None:
     assert (first == second).all(), (first["index"], second["index"])
-
-
-def probabilities(values, alpha=0.6, eps=1e-6) -> list[float]:
-    """By the definition, in plain Python."""
-    powers = [(float(p) + eps) ** alpha for p in values]
-    return [power / sum(powers) for power in powers]
-
-
-def importance(values, alpha=0.6, beta=0.4, eps=1e-6) -> torch.Tensor:
-    """`(N * P(i)) ** -beta` over the largest of them, in plain Python."""
-    raw = [(len(values) * p) ** -beta for p in probabilities(values, alpha, eps)]
-    return torch.tensor([weight / max(raw) for weight in raw])
-
-
-def reference_update(old, pairs, weights, errors) -> list[float]:
-    """The priorities after a batch, pair by pair in exact fractions."""
-    proposals = defaultdict(list)
-    for (anchor, partner), weight, error in zip(pairs, weights, errors, strict=True):
-        w, new = Fraction(weight), Fraction(error)
-        if w == 1 or anchor == partner:
-            proposals[anchor].append(new)
-        else:
-            proposals[anchor].append(w * new + (1 - w) * Fraction(old[anchor]))
-            proposals[partner].append((1 - w) * new + w * Fraction(old[partner]))
-    return [
-        float(sum(proposals[i]) / len(proposals[i])) if i in proposals else old[i]
-        for i in range(len(old))
-    ]
 
 
 def pair_batch(pairs, weights, errors) -> TensorDict:
@@ -256,13 +228,16 @@ def test_without_its_info_a_batch_has_no_weights():
 
 def test_without_a_fold_both_weights_are_given():
     buffer = PairPrioritizedReplayBuffer(
-        storage=LazyTensorStorage(30), sampler=PrioritizedNeighborPairSampler(30), batch_size=8
+        storage=LazyTensorStorage(30),
+        sampler=PrioritizedNeighborPairSampler(30),
+        transform=lambda pairs: pairs,
+        batch_size=8,
     )
     buffer.extend(make_transitions(30))
     batch = buffer.sample()
     assert batch["priority_weight"].shape == (8, 2)
     batch["td_error"] = torch.rand(8, 2)
-    with pytest.raises(KeyError, match=r"'mixup_weight'.*a fold like PairMixup"):
+    with pytest.raises(KeyError, match=r"'mixup_weight'.*such as PairMixup"):
         buffer.update_tensordict_priority(batch)
 
 
@@ -369,7 +344,9 @@ def test_announced_rows_alone_are_read_again(monkeypatch):
     read = []
     original = rows.read_points
     monkeypatch.setattr(
-        rows, "read_points", lambda data, i, *keys: read.append(len(i)) or original(data, i, *keys)
+        rows,
+        "read_points",
+        lambda data, i, *keys: read.append(len(data["action"][i])) or original(data, i, *keys),
     )
     buffer = make()
     buffer.extend(make_transitions(80))
@@ -653,7 +630,7 @@ def batch_without(key):
     ("batch", "words"),
     [
         (batch_without("index"), r"'index'.*as `sample\(\)` returned it"),
-        (batch_without("mixup_weight"), "'mixup_weight'.*a fold like PairMixup"),
+        (batch_without("mixup_weight"), "'mixup_weight'.*such as PairMixup"),
         (batch_without("td_error"), "'td_error'.*write one TD error for each row"),
     ],
 )
@@ -786,5 +763,5 @@ def test_the_kinds_are_their_parts():
     assert "alpha=0.6, beta=0.4, eps=1e-06" in repr(per.sampler)
     assert isinstance(per_nmer, PairPrioritizedReplayBuffer)
     assert isinstance(per_nmer.sampler, PrioritizedSampler)
-    assert isinstance(per_nmer.sampler, NeighborPairSampler)
+    assert isinstance(per_nmer.sampler.unit, NeighborPairs)
     assert "k=7, alpha=0.6, beta=0.5" in repr(per_nmer.sampler)

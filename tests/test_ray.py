@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from recipe_helpers import make_config
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
-from test_recipe_parts import _only_the_recipes_configs, make_config  # noqa: F401
 
 from common import config, remote  # isort: skip
 from common.collect import FrameCollector, make_collector  # isort: skip
@@ -114,7 +114,7 @@ def test_rows_of_a_worker_are_those_of_the_local_collector(monkeypatch):
         stream=Stream(0, CPU),
         device=CPU,
     )
-    local._observation = local._tensor(local.env.reset()[0])  # a worker resets once more
+    (local._observation,) = local._upload(local.env.reset()[0])  # a worker resets once more
     for _ in range(200):
         row, expected = collector.step(), local.step()
         assert set(row.keys(True, True)) == set(expected.keys(True, True))

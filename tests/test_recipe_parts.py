@@ -1,52 +1,28 @@
 """What the recipes share: the paper's settings, tasks that stop and go on, streams."""
 
 import csv
-import importlib
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
-import torchrl.objectives
 from helpers import make_transitions
-from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
-from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException
-from omegaconf import OmegaConf
-from tensordict import TensorDict
+from recipe_helpers import RECIPES, make_config, train
 
-RECIPES = Path(__file__).parents[1] / "recipes"
-sys.path.insert(0, str(RECIPES))
+from common import checkpoint, collect, compiling, config, envs, evaluate, streams  # isort: skip
+from common.replay import describe, draw, make_buffer  # isort: skip
+from common.runs import Clock, Run  # isort: skip
 
-from common import checkpoint, collect, compiling, config, envs, evaluate, streams  # noqa: E402
-from common.replay import describe, draw, make_buffer  # noqa: E402
-from common.runs import Clock, Run  # noqa: E402
-
-from nmer_torchrl import DeltaMixup, Mahalanobis, TunedMixup, make_replay_buffer  # noqa: E402
-from nmer_torchrl.buffers import KINDS  # noqa: E402
+from nmer_torchrl import Mahalanobis, make_replay_buffer
+from nmer_torchrl.methods import METHODS as METHOD_CLASSES
+from nmer_torchrl.transforms import MeanMixup, TunedMixup
 
 METHODS = {"U": "uniform", "NMER": "nmer"}
 TASKS = sorted({path.stem for path in (RECIPES / "conf" / "env").glob("*.yaml")} - {"dm_control"})
-
-
-@pytest.fixture(autouse=True)
-def _only_the_recipes_configs(monkeypatch):
-    """TorchRL registers configs of the same names where its trainers are imported, as here."""
-    store = ConfigStore.instance()
-    groups = {path.name for path in (RECIPES / "conf").iterdir() if path.is_dir()}
-    repo = {name: node for name, node in store.repo.items() if name not in groups}
-    monkeypatch.setattr(store, "repo", repo)
-
-
-def make_config(name: str, *overrides: str):
-    config.register_resolvers()
-    with initialize_config_dir(str(RECIPES / "conf"), version_base="1.3"):
-        return compose(name, overrides=list(overrides))
 
 
 def best_rows():
@@ -120,7 +96,8 @@ def test_evaluations_and_checkpoints_are_shares_of_the_run():
         ("eval_every=300000", "never evaluated"),
         ("grad_clip=0", "null for no clipping"),
         ("seed=one", "seed=one"),
-        ("device=tpu9", "try device=cpu"),
+        ("device=tpu9", "device=tpu9 is not there .*; try cpu"),
+        ("storage_device=meta", "on the device of the updates, cpu, or on the cpu"),
     ],
 )
 def test_values_that_no_run_could_use_are_refused(override, words):
@@ -149,15 +126,13 @@ def test_tasks_that_cannot_be_learned_are_refused(override, words):
 
 def test_a_task_of_dm_control_by_name():
     cfg = make_config("td3", "env=dm_control", "env.name=reacher-easy")
-    if importlib.util.find_spec("dm_control") is None:
-        with pytest.raises(config.UsageError, match="pip install dm_control"):
-            envs.make_env(cfg.env)
-        return
     first, second = envs.make_env(cfg.env), envs.make_env(cfg.env)
     assert np.array_equal(first.reset(seed=3)[0], second.reset(seed=3)[0])
     assert first.reset()[0].shape == (6,)
-    with pytest.raises(config.UsageError, match="cheetah-run"):
-        envs.make_env(make_config("td3", "env=dm_control", "env.name=cheetah-fly").env)
+    assert not envs.set_state(second, envs.get_state(first))  # its episode cannot be restored
+    assert np.array_equal(first.reset()[0], second.reset()[0])  # but the next ones are the same
+    with pytest.raises(config.UsageError, match="finger-spin"):
+        envs.make_env(make_config("td3", "env=dm_control", "env.name=finger-fly").env)
 
 
 def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
@@ -307,90 +282,29 @@ def test_a_generator_state_is_plain_text():
     assert json.loads(envs.get_state(env)["random"])["bit_generator"] == "PCG64"
 
 
-def test_targets_bootstrap_except_at_terminations():
-    import td3
-
-    cfg = make_config("td3", "hidden=[8,8]")
-    _, _, loss = td3.make_agent(cfg, 4, 1, torch.device("cpu"))
-    torchrl.objectives.SoftUpdate(loss, tau=cfg.tau)
-    terminated = torch.tensor([[False], [True], [False], [True]])
-    reward = torch.arange(4.0).unsqueeze(1)
-    following = TensorDict(
-        observation=torch.randn(4, 4), reward=reward, terminated=terminated, batch_size=[4]
-    )
-    rows = TensorDict(
-        observation=torch.randn(4, 4), action=torch.zeros(4, 1), next=following, batch_size=[4]
-    )
-    _, details = loss.value_loss(rows)
-    assert torch.equal(details["target_value"] == reward.squeeze(1), terminated.squeeze(1))
-
-
-def test_a_loss_that_comes_at_every_other_frame_is_averaged_over_those(tmp_path):
+def test_a_loss_that_comes_at_every_other_update_is_averaged_over_those(tmp_path):
     cfg = make_config("td3", "env=Pendulum", "logger=none", f"run_dir={tmp_path / 'run'}")
     with Run(cfg) as run:
-        run.count(1, {"loss_qvalue": 4.0})
-        run.count(2, {"loss_qvalue": 6.0, "loss_actor": 3.0})
+        run.note({"loss_qvalue": torch.tensor([4.0])}, 1)
+        run.note({"loss_qvalue": torch.tensor([5.0, 6.0]), "loss_actor": torch.tensor([3.0])}, 2)
         returns = [1.0, 2.0]
         run.log(2, returns, {"eval/return": 7.0})
     (row,) = run.rows
     assert (row["train/loss_qvalue"], row["train/loss_actor"]) == (5.0, 3.0)
+    assert row["train/updates"] == 3
     assert row["train/return"] == 1.5
     assert returns == []
     assert run.score == 7.0
 
 
-def make_batch(n: int, observations: int, actions: int) -> TensorDict:
-    following = TensorDict(
-        observation=torch.randn(n, observations),
-        reward=torch.randn(n, 1),
-        terminated=torch.rand(n, 1) < 0.2,
-        batch_size=[n],
-    )
-    return TensorDict(
-        observation=torch.randn(n, observations),
-        action=torch.rand(n, actions) * 2 - 1,
-        next=following,
-        batch_size=[n],
-    )
-
-
-@pytest.mark.xdist_group("recipes_td3")
-@pytest.mark.filterwarnings("ignore:torch._dynamo.config:FutureWarning")  # tensordict reads it
-def test_compiled_losses_are_those_of_the_loop():
-    import td3
-
-    compiling.why_not.cache_clear()
-    cfg = make_config("td3", "hidden=[8,8]", "target_noise=0", "compile=true")
-    _, _, loss = td3.make_agent(cfg, 4, 2, torch.device("cpu"))
-    torchrl.objectives.SoftUpdate(loss, tau=cfg.tau)
-    compiled = compiling.maybe_compile(cfg, loss.value_loss, loss.actor_loss)
-    for seed, function, fast in zip(
-        (0, 1), (loss.value_loss, loss.actor_loss), compiled, strict=True
-    ):
-        torch.manual_seed(seed)
-        batch = make_batch(32, 4, 2)
-        expected = function(batch.clone())[0]
-        expected.backward()
-        gradients = [p.grad.clone() for p in loss.parameters() if p.grad is not None]
-        loss.zero_grad()
-        found = fast(batch)[0]
-        found.backward()
-        torch.testing.assert_close(found, expected)
-        assert gradients
-        torch.testing.assert_close(
-            [p.grad for p in loss.parameters() if p.grad is not None], gradients
-        )
-        loss.zero_grad()
-
-
-def test_losses_are_compiled_where_it_pays(monkeypatch):
-    def double(x):
-        return 2 * x
-
+def test_updates_are_compiled_where_it_pays(monkeypatch):
     def compiles(works: bool, *overrides: str) -> bool:
         monkeypatch.setattr(compiling, "why_not", lambda device: None if works else "no c++")
-        (function,) = compiling.maybe_compile(make_config("sac", *overrides), double)
-        return function is not double
+        cfg, update = make_config("sac", *overrides), print
+        compiled = hasattr(compiling.maybe_compile(cfg, update), "_torchdynamo_orig_callable")
+        captured = compiling.maybe_capture(cfg, update) is not update
+        assert captured == (compiled and cfg.device == "cuda")
+        return compiled
 
     long, short, cuda = "total_frames=200000", "total_frames=20000", "device=cuda"
     assert compiles(True, long, cuda)
@@ -445,35 +359,23 @@ def test_every_layout_of_a_batch_is_described(kind):
     assert ("replay/neighbor_distance" in metrics) == (kind == "ct")
 
 
-METHOD_FILES = sorted(path.stem for path in (RECIPES / "conf" / "replay").glob("*.yaml"))
-
-
-def test_every_kind_of_buffer_has_a_config_of_its_name():
-    assert sorted(KINDS) == METHOD_FILES
-    for name in METHOD_FILES:
+def test_every_method_has_a_config_of_its_name():
+    for name in METHOD_CLASSES:
         assert make_config("sac", f"replay={name}").replay.kind == name
 
 
-@pytest.mark.parametrize("method", METHOD_FILES)
+@pytest.mark.parametrize("method", METHOD_CLASSES)
 @pytest.mark.parametrize("recipe", ["sac", "td3"])
-@pytest.mark.filterwarnings("ignore:Got conflicting batch_sizes")  # recipes ignore it as well
 def test_every_method_trains(tmp_path, recipe, method):
-    small = ["hidden=[16,16]", "batch_size=16", "eval_episodes=1", "eval_every=30", "logger=none"]
-    frames = ["total_frames=90", "random_frames=40", "replay_ratio=2"]
-    cfg = make_config(
-        recipe, "env=Hopper", f"replay={method}", f"run_dir={tmp_path / 'run'}", *small, *frames
-    )
-    OmegaConf.resolve(cfg)
-    config.check(cfg)
-    importlib.import_module(recipe).train(cfg)
-    with (tmp_path / "run" / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["frames"]) for row in rows] == [30, 60, 90]
-    assert int(rows[-1]["train/updates"]) == 100
+    small = ["env=Hopper", "hidden=[16,16]", "batch_size=16", "eval_every=20"]
+    frames = ["total_frames=60", "random_frames=30", "replay_ratio=1"]
+    rows = train(recipe, tmp_path / "run", f"replay={method}", *small, *frames)
+    assert [int(row["frames"]) for row in rows] == [20, 40, 60]
+    assert int(rows[-1]["train/updates"]) == 30
     for name in ("train/loss_qvalue", "train/loss_actor", "eval/return"):
         assert np.isfinite([float(row[name]) for row in rows[1:]]).all()
     mixes = method in ("nmer", "1nn", "mixup", "per_nmer", "mixreg", "interpolated_rewards")
-    mixes |= method in ("ct", "s4rl", "neighborhood", "gp")
+    mixes |= method in ("ct", "tuned_ct", "s4rl", "neighborhood", "gp")
     assert (float(rows[-1]["replay/mixed"]) > 0.3) == mixes
 
 
@@ -481,13 +383,13 @@ def test_metrics_and_interpolations_by_override():
     overrides = [
         "replay.metric=mahalanobis",
         "replay.fraction={linear:{first:1.0,last:0.5,rows:1e6}}",
-        "replay.interpolation=delta",
+        "replay.interpolation=mean",
         "replay.max_distance={quantile:0.9}",
     ]
     buffer = make_buffer(make_config("sac", *overrides), seed=0)
     assert isinstance(buffer.sampler.metric, Mahalanobis)
     (fold,) = buffer.transform
-    assert isinstance(fold, DeltaMixup)
+    assert isinstance(fold, MeanMixup)
     assert [repr(gate) for gate in fold.gates] == [
         "QuantileCap(quantile=0.9)",
         "Fraction(LinearFraction(first=1.0, last=0.5, rows=1000000.0))",
@@ -502,7 +404,7 @@ def test_metrics_and_interpolations_by_override():
 
 def test_continuous_transition_learns_its_alpha_where_it_is_asked_to():
     assert make_buffer(make_config("sac", "replay=ct"), seed=0).transform[0].alpha == 0.75
-    cfg = make_config("sac", "replay=ct", "replay.tuned=true", "batch_size=16")
+    cfg = make_config("sac", "replay=tuned_ct", "batch_size=16")
     buffer = make_buffer(cfg, seed=0)
     (fold,) = buffer.transform
     assert isinstance(fold, TunedMixup)
@@ -515,53 +417,16 @@ def test_continuous_transition_learns_its_alpha_where_it_is_asked_to():
     assert (np.diff(alphas) < 0).all()  # each batch is a step
 
 
-@pytest.mark.parametrize("algorithm", ["td3", "sac"])
-def test_losses_and_targets_are_those_of_torchrl_and_errors_are_averaged(algorithm):
-    recipe = importlib.import_module(algorithm)
-    cfg, batch, found = make_config(algorithm, "hidden=[8,8]"), make_batch(32, 4, 2), {}
-    batch["priority_weight"] = torch.rand(32)
-    for ours in (True, False):
-        torch.manual_seed(0)
-        loss = recipe.make_agent(cfg, 4, 2, torch.device("cpu"))[-1]
-        update = recipe.SoftUpdate if ours else torchrl.objectives.SoftUpdate
-        if not ours:
-            loss.__class__ = getattr(torchrl.objectives, type(loss).__name__)
-        target = update(loss, tau=cfg.tau)
-        with torch.no_grad():  # targets that differ from what they follow
-            for parameter in loss.parameters():
-                parameter += torch.randn_like(parameter) / 10
-        target.step()
-        torch.manual_seed(1)
-        rows = batch.clone()
-        if algorithm == "sac":
-            losses = loss(rows)
-            losses = {key: losses[key] for key in ("loss_qvalue", "loss_actor", "loss_alpha")}
-            errors = rows["td_error"]
-        else:
-            (value, details), (policy, _) = loss.value_loss(rows), loss.actor_loss(rows)
-            losses, errors = {"value": value, "policy": policy}, details["td_error"]
-        sum(losses.values()).backward()
-        gradients = {name: p.grad for name, p in loss.named_parameters()}
-        found[ours] = (losses, gradients, dict(loss.named_buffers()))
-        errors = errors.sqrt() if algorithm == "td3" and not ours else errors
-        found[ours, "errors"] = errors
-    torch.testing.assert_close(found[True], found[False])
-    if algorithm == "td3":  # TorchRL has a row for each critic
-        torch.testing.assert_close(found[True, "errors"], found[False, "errors"].mean(0))
-    else:  # and here only the largest
-        assert (found[True, "errors"] <= found[False, "errors"]).all()
-        assert (found[True, "errors"] < found[False, "errors"]).any()
-
-
 @pytest.mark.parametrize(("ratio", "advised"), [(20, True), (1, False)])
 def test_a_long_run_is_told_what_would_shorten_it(ratio, advised, tmp_path, capsys):
     options = [f"replay_ratio={ratio}", "logger=none", f"run_dir={tmp_path / 'run'}"]
     with Run(make_config("td3", *options)) as run:
-        run.count(1, {})
+        run.note({}, 1)
+        run.count(1)
         since, first = run._first_update
         run._first_update = since - 1_000, first  # the 400 updates took so many seconds
-        run.updates += 400
-        run.count(2, {})
+        run.note({}, 400)
+        run.count(2)
     told = capsys.readouterr().err
     assert "to go on this machine" in told
     assert ("replay_ratio=1" in told) == advised

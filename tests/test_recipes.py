@@ -1,55 +1,28 @@
 """The recipes themselves, as a user starts them, on small budgets."""
 
-import csv
 import json
 import math
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from test_recipe_parts import make_config
+from recipe_helpers import (
+    SMALL,
+    TINY,
+    command,
+    environment,
+    make_config,
+    metrics,
+    run,
+    train,
+    without_times,
+)
 
 from common import config  # isort: skip
 from common.runs import Run  # isort: skip
-
-RECIPES = Path(__file__).parents[1] / "recipes"
-SMALL = ["hidden=[16,16]", "batch_size=16", "eval_episodes=2", "logger=none"]
-
-
-def command(recipe: str, *arguments: str) -> list[str]:
-    return [sys.executable, str(RECIPES / f"{recipe}.py"), *arguments]
-
-
-def environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
-    return kept | {"OMP_NUM_THREADS": "1", "NETRC": os.devnull}
-
-
-def run(recipe: str, *arguments: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess:
-    result = subprocess.run(
-        command(recipe, *arguments),
-        cwd=cwd,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == code, result.stderr
-    return result
-
-
-def metrics(directory: Path) -> list[dict[str, str]]:
-    with (directory / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
-def without_times(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
 
 def wait_for(condition, process: subprocess.Popen) -> None:
@@ -71,7 +44,6 @@ KILLED = [
     "replay_ratio=2",
     "eval_every=20",
     "checkpoint_every=50",
-    *SMALL,
 ]
 
 
@@ -81,10 +53,9 @@ SAC, TD3 = pytest.mark.xdist_group("recipes_sac"), pytest.mark.xdist_group("reci
 @SAC
 def test_a_killed_run_goes_on_number_for_number(tmp_path):
     task = ["env=Hopper", "replay=nmer"]
-    run("sac", *task, *KILLED, "run_dir=whole", cwd=tmp_path)
     killed = tmp_path / "killed"
     process = subprocess.Popen(
-        command("sac", *task, *KILLED, "run_dir=killed"),
+        command("sac", *TINY, *task, *KILLED, "run_dir=killed"),
         cwd=tmp_path,
         env=environment(),
         stdout=subprocess.DEVNULL,
@@ -100,11 +71,11 @@ def test_a_killed_run_goes_on_number_for_number(tmp_path):
     lost = torch.load(killed / "checkpoint.pt", weights_only=True)["collector"]["frames"]
     assert 100 <= lost < 200
 
-    run("sac", *task, *KILLED, "run_dir=killed", "resume=auto", cwd=tmp_path)
-    whole, again = metrics(tmp_path / "whole"), metrics(killed)
+    whole = train("sac", tmp_path / "whole", *task, *KILLED)
+    again = train("sac", killed, *task, *KILLED, "resume=auto")
     assert [int(row["frames"]) for row in again] == list(range(20, 201, 20))
     assert len({row["eval/return"] for row in whole}) > 4
-    assert without_times(again) == without_times(whole)
+    assert again == whole
 
     summary = json.loads((killed / "summary.json").read_text())
     last = [float(row["eval/return"]) for row in whole]
@@ -117,9 +88,9 @@ def test_a_killed_run_goes_on_number_for_number(tmp_path):
 @TD3
 def test_a_run_stopped_by_ctrl_c_goes_on_number_for_number(tmp_path):
     arguments = ["env=InvertedPendulum", "total_frames=160", "random_frames=50", "eval_every=20"]
-    arguments += ["replay_ratio=4", *SMALL]
+    arguments += ["replay_ratio=4", "checkpoint_every=16"]
     process = subprocess.Popen(
-        command("td3", *arguments),
+        command("td3", *TINY, *arguments),
         cwd=tmp_path,
         env=environment(),
         stdout=subprocess.DEVNULL,
@@ -139,20 +110,19 @@ def test_a_run_stopped_by_ctrl_c_goes_on_number_for_number(tmp_path):
     assert not (directory / "summary.json").exists()
 
     with pytest.raises(config.UsageError, match=r"another config.* gamma=0.99"):
-        Run(make_config("td3", *arguments, "gamma=0.9", f"resume={directory}"))
+        Run(make_config("td3", *TINY, *arguments, "gamma=0.9", f"resume={directory}"))
 
-    run("td3", *arguments, f"resume={directory}", cwd=tmp_path)
-    run("td3", *arguments, "run_dir=whole", cwd=tmp_path)
-    assert without_times(metrics(directory)) == without_times(metrics(tmp_path / "whole"))
+    run("td3", *TINY, *arguments, f"resume={directory}", cwd=tmp_path)
+    assert without_times(metrics(directory)) == train("td3", tmp_path / "whole", *arguments)
 
 
 @SAC
 def test_the_replay_method_changes_neither_networks_nor_random_frames(tmp_path):
     arguments = ["env=Reacher", "total_frames=80", "random_frames=60", "eval_every=20", *SMALL]
-    for kind, logger in (("uniform", "none"), ("nmer", "wandb")):
-        chosen = [f"replay={kind}", f"logger={logger}", f"run_dir={kind}"]
-        errors = run("sac", *arguments, *chosen, cwd=tmp_path).stderr
-    uniform, nmer = metrics(tmp_path / "uniform"), metrics(tmp_path / "nmer")
+    uniform = train("sac", tmp_path / "uniform", *arguments, "replay=uniform")
+    chosen = ["replay=nmer", "logger=wandb", "run_dir=nmer"]
+    errors = run("sac", *TINY, *arguments, *chosen, cwd=tmp_path).stderr
+    nmer = metrics(tmp_path / "nmer")
     for column in ("eval/return", "eval/q_value", "train/return"):
         assert [row[column] for row in uniform[:3]] == [row[column] for row in nmer[:3]]
     assert uniform[3]["eval/return"] != nmer[3]["eval/return"]
@@ -186,16 +156,17 @@ def test_the_replay_method_changes_neither_networks_nor_random_frames(tmp_path):
     assert place.name.endswith(state["run"]["logger_id"])
 
     with pytest.raises(config.UsageError, match="not overwritten"):
-        Run(make_config("sac", *arguments, f"run_dir={tmp_path / 'nmer'}"))
+        Run(make_config("sac", *TINY, *arguments, "replay=nmer", f"run_dir={tmp_path / 'nmer'}"))
     with pytest.raises(config.UsageError, match="is complete"):
-        Run(make_config("sac", *arguments, f"resume={tmp_path / 'nmer'}"))
+        Run(make_config("sac", *TINY, *arguments, "replay=nmer", f"resume={tmp_path / 'nmer'}"))
 
 
 @TD3
 def test_sac_learns_to_balance_for_longer(tmp_path):
     arguments = ["env=InvertedPendulum", "total_frames=1000", "random_frames=300", "eval_every=250"]
-    run("sac", *arguments, "lr=0.002", "hidden=[64,64]", "logger=none", "run_dir=run", cwd=tmp_path)
-    returns = [float(row["eval/return"]) for row in metrics(tmp_path / "run")]
+    arguments += ["replay_ratio=${paper:replay_ratio}", "batch_size=256", "eval_episodes=5"]
+    rows = train("sac", tmp_path / "run", *arguments, "lr=0.002", "hidden=[64,64]")
+    returns = [float(row["eval/return"]) for row in rows]
     assert returns[0] < 30  # untrained
     assert max(returns) > 60
 

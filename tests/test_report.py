@@ -19,8 +19,8 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from recipe_helpers import RECIPES, make_config
 from rliable import library, metrics
-from test_recipe_parts import RECIPES, _only_the_recipes_configs, make_config  # noqa: F401
 
 import report  # isort: skip
 from common import paper  # isort: skip
@@ -449,7 +449,7 @@ def test_a_last_evaluation_need_not_fall_on_the_last_frame():
 
 def test_a_learned_alpha_is_a_method_of_its_own():
     run = make_run(replay__kind="ct", replay__tuned=True)
-    assert run.method == "ct-tuned"
+    assert run.method == "tuned_ct"
     assert paper.result("td3", "Hopper", run.method) is None
 
 

@@ -2,39 +2,18 @@
 
 import csv
 import re
-import shlex
 import subprocess
 import sys
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from test_recipe_parts import RECIPES, _only_the_recipes_configs, make_config  # noqa: F401
-from test_recipes import environment
+from recipe_helpers import RECIPES, environment, expand, make_config
 
 import reproduce  # isort: skip
 from reproduce import Cell, Costs, commands, costs, main, tables  # isort: skip
 
+pytestmark = pytest.mark.usefixtures("only_recipe_configs")
+
 TABLES = tables()
-
-
-def expand(lines: list[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """Recipe and overrides of every run that the command lines make."""
-    found = []
-    for line in lines:
-        python, recipe, multirun, *overrides = shlex.split(line)
-        assert (python, multirun) == ("python", "-m")
-        runs: list[tuple[str, ...]] = [()]
-        for override in OverridesParser.create().parse_overrides(overrides):
-            if override.is_hydra_override() or override.key_or_group == "hydra/launcher":
-                continue
-            key = override.key_or_group
-            values = (
-                list(override.sweep_string_iterator()) if override.is_sweep_override() else None
-            )
-            values = values or [override.get_value_element_as_str()]
-            runs = [(*run, f"{key}={value}") for run in runs for value in values]
-        found += [(recipe.removeprefix("recipes/"), run) for run in runs]
-    return found
 
 
 @pytest.fixture(autouse=True)

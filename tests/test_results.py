@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from test_recipe_parts import RECIPES
+from recipe_helpers import RECIPES
 
 ROOT = RECIPES.parent
 RESULTS = ROOT / "docs" / "results"

@@ -3,8 +3,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from nmer_torchrl import RunningStandardizer
-from nmer_torchrl.standardize import DOUBT
+from nmer_torchrl.tracking.standardize import DOUBT, RunningStandardizer
 
 
 def assert_same_statistics(stats: RunningStandardizer, points: torch.Tensor, rtol=1e-9) -> None:

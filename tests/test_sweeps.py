@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from test_recipe_parts import _only_the_recipes_configs, make_config  # noqa: F401
-from test_recipes import metrics, run
+from recipe_helpers import make_config, metrics, run
 
 from common import config  # isort: skip
 from common.directories import place_in_sweep  # isort: skip

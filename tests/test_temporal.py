@@ -20,7 +20,7 @@ from torchrl.data import (
 from torchrl.envs import GymEnv, SerialEnv
 
 from nmer_torchrl import PairMixup, TemporalPairSampler
-from nmer_torchrl.succession import Succession
+from nmer_torchrl.tracking.succession import Succession
 
 MINIMAL = ("observation", "action", ("next", "observation"), ("next", "reward"))
 RECIPE = (*MINIMAL, ("next", "terminated"))
@@ -273,7 +273,7 @@ def test_rows_that_are_not_finite_follow_no_one():
 
 @pytest.mark.parametrize("entries", [RECIPE, None])
 def test_fingerprints_that_collide_do_not_make_a_pair(entries, monkeypatch):
-    from nmer_torchrl import succession
+    from nmer_torchrl.tracking import succession
 
     monkeypatch.setattr(succession, "fingerprint", lambda rows: torch.zeros(len(rows)).long())
     rows, names = Worlds(2).rows(25)
@@ -288,7 +288,7 @@ def test_fingerprints_that_collide_do_not_make_a_pair(entries, monkeypatch):
 
 
 def test_fingerprints_that_collide_do_not_join_trajectories(monkeypatch):
-    from nmer_torchrl import succession
+    from nmer_torchrl.tracking import succession
 
     monkeypatch.setattr(succession, "fingerprint", lambda rows: torch.zeros(len(rows)).long())
     rows, _ = Worlds(1, end=0.0).rows(6)

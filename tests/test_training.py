@@ -17,7 +17,7 @@ from torchrl.modules import (
 from torchrl.objectives import SACLoss, SoftUpdate, TD3Loss
 
 from nmer_torchrl import make_replay_buffer
-from nmer_torchrl.buffers import KINDS
+from nmer_torchrl.methods import METHODS
 
 OBSERVATION, ACTION = 17, 6
 
@@ -78,7 +78,7 @@ def filled_buffer(env, kind: str):
     return buffer
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", METHODS)
 def test_a_td3_step_on_a_batch(env, kind):
     loss, _ = make_td3(env)
     losses = loss(filled_buffer(env, kind).sample())
@@ -88,7 +88,7 @@ def test_a_td3_step_on_a_batch(env, kind):
     assert all(g.isfinite().all() for g in gradients)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", METHODS)
 def test_a_sac_step_on_a_batch(env, kind):
     loss = make_sac(env)
     losses = loss(filled_buffer(env, kind).sample())

@@ -5,7 +5,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from nmer_torchrl import TunedMixup
+from nmer_torchrl.transforms import TunedMixup
 
 OPTIONS = {"keys": ["x"], "value_keys": ["y"], "terminated_key": "end"}
 

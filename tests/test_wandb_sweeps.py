@@ -15,8 +15,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from test_recipe_parts import RECIPES, _only_the_recipes_configs, make_config  # noqa: F401
-from test_recipes import environment
+from recipe_helpers import RECIPES, environment, make_config
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from common import config  # isort: skip
@@ -25,6 +24,8 @@ from common.directories import place_in_wandb_sweep  # isort: skip
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # written for pydantic 1
     import sweeps
+
+pytestmark = pytest.mark.usefixtures("only_recipe_configs")
 
 FILES = sorted((RECIPES / "sweeps").glob("*.yaml"))
 BAYES = RECIPES / "sweeps" / "td3_bayes.yaml"

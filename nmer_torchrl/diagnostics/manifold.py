@@ -14,7 +14,7 @@ from torch import Tensor
 from nmer_torchrl.diagnostics.simulate import Simulator
 from nmer_torchrl.diagnostics.states import REASONS, RECOVERIES, Array, Recovered
 from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS, as_keys, as_roles, get_continuous
-from nmer_torchrl.standardize import RunningStandardizer
+from nmer_torchrl.tracking.standardize import RunningStandardizer
 
 STATE_KEYS: tuple[NestedKey, NestedKey] = ("qpos", "qvel")
 

@@ -10,7 +10,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from nmer_torchrl.neighbors import NeighborSearch, PointTable
+from nmer_torchrl.neighbors import NeighborSearch, PointTable, SearchName
 
 
 class View(Protocol):
@@ -54,7 +54,8 @@ class Space(Protocol):
     def replace(self, index: Tensor, points: Tensor, removed: Tensor) -> None:
         """The points `[n, d]` now stand at the positions `[n]`; the `[m, d]` removed are gone.
 
-        As in `NeighborSearch.write`, a point with a non-finite entry empties its position.
+        As in `NeighborSearch.write`, a point with a non-finite entry empties its position. Among
+        the removed, such a point stands for a position that was empty.
         """
         ...
 
@@ -91,13 +92,13 @@ class Metric(ABC):
     feature: Callable[[TensorDictBase], Tensor] | None = None  # rows to points, if not their keys
 
     @abstractmethod
-    def check(self, search: str | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
+    def check(self, search: SearchName | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
         """Raises if this metric does not go with that search or with these keys."""
 
     @abstractmethod
     def open(
         self,
-        search: str | NeighborSearch,
+        search: SearchName | NeighborSearch,
         k: int,
         widths: Mapping[NestedKey, int],
         device: torch.device,

@@ -20,9 +20,9 @@ from nmer_torchrl.metrics.base import (
     own_table,
     search_state,
 )
-from nmer_torchrl.neighbors import NeighborSearch, PointTable, make_search
+from nmer_torchrl.neighbors import NeighborSearch, PointTable, SearchName, make_search
 from nmer_torchrl.neighbors.exact import squared_norms
-from nmer_torchrl.standardize import DOUBT, RunningStandardizer
+from nmer_torchrl.tracking.standardize import DOUBT, RunningStandardizer, looks_every
 
 
 class Euclidean(Metric):
@@ -52,7 +52,7 @@ class Euclidean(Metric):
                 )
             self.weights[unravel_key(key)] = float(weight)
 
-    def check(self, search: str | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
+    def check(self, search: SearchName | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
         """See `Metric.check`."""
         for key in self.weights:
             if key not in keys:
@@ -63,7 +63,7 @@ class Euclidean(Metric):
 
     def open(
         self,
-        search: str | NeighborSearch,
+        search: SearchName | NeighborSearch,
         k: int,
         widths: Mapping[NestedKey, int],
         device: torch.device,
@@ -72,7 +72,7 @@ class Euclidean(Metric):
         factors = None
         if self.weights:
             factors = _by_dimension({key: self.weights.get(key, 1.0) for key in widths}, widths)
-        return ScaledSpace(make_search(search, k, device), sum(widths.values()), factors)
+        return ScaledSpace(make_search(search, k, device), sum(widths.values()), factors, device)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({f'weights={self.weights}' if self.weights else ''})"
@@ -99,7 +99,7 @@ class ProductNorm(Metric):
     def __init__(self, *, action_keys: Sequence[NestedKey] = ("action",)) -> None:
         self.action_keys = as_keys(action_keys, "action_keys")
 
-    def check(self, search: str | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
+    def check(self, search: SearchName | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
         """See `Metric.check`."""
         named = search if isinstance(search, str) else type(search).__name__
         if search not in ("auto", "torch", "keops") and not getattr(search, "products", False):
@@ -116,7 +116,7 @@ class ProductNorm(Metric):
 
     def open(
         self,
-        search: str | NeighborSearch,
+        search: SearchName | NeighborSearch,
         k: int,
         widths: Mapping[NestedKey, int],
         device: torch.device,
@@ -126,7 +126,7 @@ class ProductNorm(Metric):
             search = "keops" if device.type == "cuda" else "torch"
         second = _by_dimension({key: float(key in self.action_keys) for key in widths}, widths)
         factors = torch.stack([1.0 - second, second])
-        return ScaledSpace(make_search(search, k, device), factors.shape[1], factors)
+        return ScaledSpace(make_search(search, k, device), factors.shape[1], factors, device)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(action_keys={self.action_keys})"
@@ -167,25 +167,39 @@ class ScaledSpace:
         search: An empty search.
         d: Number of dimensions.
         factors: `[d]`, or `[g, d]` for a product of g norms; `None` for all 1.
+        device: Where the points are, and with them the statistics; the CPU unless given.
     """
 
-    def __init__(self, search: NeighborSearch, d: int, factors: Tensor | None) -> None:
+    def __init__(
+        self,
+        search: NeighborSearch,
+        d: int,
+        factors: Tensor | None,
+        device: torch.device | None = None,
+    ) -> None:
         self.search = search
-        self.statistics = RunningStandardizer(d)
+        self.statistics = RunningStandardizer(d, device)
         # Our own searches hold the points already; for another we keep them ourselves.
         self.table = own_table(search) or PointTable()
-        self._factors = factors
+        self._factors = None if factors is None else factors.to(device)
+        self._unchecked = 0  # writes over other points since rounding was last looked at
         self._scaled: tuple[Tensor, Tensor] | None = None  # the statistics' scale, and ours
 
     def replace(self, index: Tensor, points: Tensor, removed: Tensor) -> None:
         """See `Space.replace`."""
-        self.statistics.update(points[points.isfinite().all(-1)], removed=removed)
+        self.statistics.replace(points, removed)
         if own_table(self.search) is not self.table:
             self.table.write(index, points)
         self.search.write(index, points)
-        if len(removed) and self.statistics.doubt > DOUBT:
-            rows, valid = self.table.rows()
-            self.statistics.recompute(rows[valid])
+        if len(removed):
+            self._unchecked += 1
+            if self._unchecked >= looks_every(points.device) and self._look():
+                self.statistics.recompute(self.table.present())
+
+    def _look(self) -> bool:
+        """Whether too much rounding has gathered in the statistics; waits for the device."""
+        self._unchecked = 0
+        return self.statistics.doubt > DOUBT
 
     @property
     def scale(self) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nmer_torchrl.metrics.base import Metric, Space
 from nmer_torchrl.metrics.euclidean import Euclidean, ProductNorm
-from nmer_torchrl.neighbors import NeighborSearch
+from nmer_torchrl.neighbors import NeighborSearch, SearchName
 
 
 class FeatureSpace(Metric):
@@ -52,13 +52,13 @@ class FeatureSpace(Metric):
         self.feature = feature
         self.metric = metric
 
-    def check(self, search: str | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
+    def check(self, search: SearchName | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
         """See `Metric.check`."""
         self.metric.check(search, keys)
 
     def open(
         self,
-        search: str | NeighborSearch,
+        search: SearchName | NeighborSearch,
         k: int,
         widths: Mapping[NestedKey, int],
         device: torch.device,

@@ -11,11 +11,11 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from nmer_torchrl.covariance import RunningCovariance
 from nmer_torchrl.metrics.base import Metric, Space, load_search_state, search_state
-from nmer_torchrl.neighbors import NeighborSearch, PointTable, make_search
+from nmer_torchrl.neighbors import NeighborSearch, PointTable, SearchName, make_search
 from nmer_torchrl.neighbors.exact import BLOCK, nearest, relative_error
-from nmer_torchrl.standardize import DOUBT
+from nmer_torchrl.tracking.covariance import RunningCovariance
+from nmer_torchrl.tracking.standardize import DOUBT
 
 _DRIFT = 0.05  # of the whitening, as a logarithm of distances, after which it is renewed
 _WIDER = 8  # times as many candidates, where those asked for first prove too little
@@ -59,12 +59,12 @@ class Mahalanobis(Metric):
             )
         self.shrinkage = float(shrinkage)
 
-    def check(self, search: str | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
+    def check(self, search: SearchName | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
         """Any search and any keys will do."""
 
     def open(
         self,
-        search: str | NeighborSearch,
+        search: SearchName | NeighborSearch,
         k: int,
         widths: Mapping[NestedKey, int],
         device: torch.device,
@@ -140,7 +140,7 @@ class WhitenedSpace:
 
     def replace(self, index: Tensor, points: Tensor, removed: Tensor) -> None:
         """See `Space.replace`."""
-        self.statistics.update(points[points.isfinite().all(-1)], removed=removed)
+        self.statistics.replace(points, removed)
         self._current = self._least = None
         self.table.write(index, points)
         if self._frozen is not None:
@@ -167,8 +167,7 @@ class WhitenedSpace:
         """See `Space.view`."""
         if self._current is None:
             if self.statistics.doubt > DOUBT:
-                points, valid = self.table.rows()
-                self.statistics.recompute(points[valid])
+                self.statistics.recompute(self.table.present())
             self._current = Whitening.of(self.statistics, self._shrinkage)
         return self._current
 

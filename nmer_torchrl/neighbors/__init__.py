@@ -1,4 +1,4 @@
-"""Exact nearest neighbours among what is stored, behind one protocol."""
+"""Nearest neighbours among what is stored, behind one protocol."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ from collections.abc import Callable
 
 import torch
 
-from nmer_torchrl.neighbors.base import NeighborSearch, PointTable
+from nmer_torchrl.neighbors.base import NeighborSearch, PointTable, SearchName
+from nmer_torchrl.neighbors.device import DeviceSearch
 from nmer_torchrl.neighbors.faiss import FaissSearch
 from nmer_torchrl.neighbors.graph import NeighborGraph
 from nmer_torchrl.neighbors.keops import KeOpsSearch
 from nmer_torchrl.neighbors.torch import TorchSearch
 
 __all__ = [
+    "DeviceSearch",
     "FaissSearch",
     "KeOpsSearch",
     "NeighborGraph",
     "NeighborSearch",
     "PointTable",
+    "SearchName",
     "TorchSearch",
     "check_search",
     "make_search",
 ]
 
 # From k, the number of neighbours that will be asked for.
-SEARCHES: dict[str, Callable[[int], NeighborSearch]] = {
+SEARCHES: dict[SearchName, Callable[[int], NeighborSearch]] = {
     "graph": NeighborGraph,
     "keops": lambda k: KeOpsSearch(),
     "torch": lambda k: TorchSearch(),
@@ -32,7 +35,7 @@ SEARCHES: dict[str, Callable[[int], NeighborSearch]] = {
 }
 
 
-def check_search(search: str | NeighborSearch) -> None:
+def check_search(search: SearchName | NeighborSearch) -> None:
     """Raises if `search` neither names a search nor is one.
 
     Examples:
@@ -53,7 +56,9 @@ def check_search(search: str | NeighborSearch) -> None:
         )
 
 
-def make_search(search: str | NeighborSearch, k: int, device: torch.device) -> NeighborSearch:
+def make_search(
+    search: SearchName | NeighborSearch, k: int, device: torch.device
+) -> NeighborSearch:
     """The search of that name for k neighbours among points on that device.
 
     `"auto"` is KeOps on CUDA and the graph elsewhere. An object is returned as it is.

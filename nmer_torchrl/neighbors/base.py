@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from nmer_torchrl.functional import as_rows, finite_rows
+
+SearchName = Literal["auto", "graph", "keops", "torch", "faiss"]
+"""The searches that `search=` takes by name."""
 
 
 @runtime_checkable
@@ -36,8 +41,8 @@ class NeighborSearch(Protocol):
     def write(self, index: Tensor, points: Tensor) -> None:
         """The raw points `[n, d]` now stand at the positions `[n]`; what stood there is gone.
 
-        Positions are distinct. A point with a non-finite entry empties its position: it is no
-        neighbour of any other and has none itself.
+        Positions are distinct and on the CPU, wherever the points are. A point with a non-finite
+        entry empties its position: it is no neighbour of any other and has none itself.
         """
         ...
 
@@ -52,11 +57,6 @@ class NeighborSearch(Protocol):
     def clear(self) -> None:
         """Forgets all points."""
         ...
-
-
-def as_slice(index: Tensor) -> Tensor | slice:
-    """A single position `[1]` as a slice, by which tensors are read and written much faster."""
-    return slice(int(index), int(index) + 1) if len(index) == 1 else index
 
 
 class PointTable:
@@ -85,11 +85,13 @@ class PointTable:
         self.points = torch.empty(0, 0)
         self.valid = torch.empty(0, dtype=torch.bool)
         self.size = 0  # positions 0 .. size - 1 have been written at some time
+        self.holes = False  # whether some of these may be empty
 
     def write(self, index: Tensor, points: Tensor) -> None:
         """Puts `[n, d]` points at `[n]` distinct positions; non-finite points empty theirs."""
         if not len(index):
             return
+        index = index.cpu()  # where a sampler gives them
         if not self.size:
             self.points = points.new_empty((0, points.shape[1]))
             self.valid = torch.empty(0, dtype=torch.bool, device=points.device)
@@ -98,9 +100,14 @@ class PointTable:
                 f"The points have {points.shape[1]} dimensions, but those stored before have "
                 f"{self.points.shape[1]}; call `clear()` first to change the width."
             )
-        self._reserve(int(index.max()) + 1)
-        rows, finite = as_slice(index), points.isfinite().all(-1)
-        self.points[rows] = points if finite.all() else points.where(finite.unsqueeze(-1), 0.0)
+        before, size = self.size, int(index.max()) + 1
+        self._reserve(size)
+        rows, finite = as_rows(index, points.device), finite_rows(points)
+        if not self.holes:
+            skipped = size > before and size - before > int((index >= before).sum())
+            # On a device, to look whether all are finite would be to wait for it.
+            self.holes = skipped or points.device.type != "cpu" or not bool(finite.all())
+        self.points[rows] = points.where(finite.unsqueeze(-1), 0.0) if self.holes else points
         self.valid[rows] = finite
 
     def _reserve(self, size: int) -> None:
@@ -116,13 +123,22 @@ class PointTable:
             self.points[self.size : size] = 0.0
             self.size = size
 
-    def read(self, index: Tensor, d: int) -> tuple[Tensor, Tensor]:
-        """Points `[n, d]` and flags `[n]` at any positions; what was never written is absent."""
-        inside = index < self.size
-        if not self.size:
-            return torch.zeros((len(index), d), device=index.device), inside
-        index = torch.where(inside, index, 0)
-        return self.points[index], self.valid[index] & inside
+    def read(self, index: Tensor) -> Tensor:
+        """Points `[m, d]` at those of the ascending positions `[n]` that were ever written.
+
+        NaN where there is none (any more).
+        """
+        index = index[: int(torch.searchsorted(index, self.size))]
+        if not len(index):
+            return self.points[:0]
+        rows = as_rows(index, self.points.device)
+        points = self.points[rows]
+        return points.where(self.valid[rows].unsqueeze(-1), torch.nan) if self.holes else points
+
+    def present(self) -> Tensor:
+        """All points `[size, d]`, NaN where there is none."""
+        points, valid = self.rows()
+        return points.where(valid.unsqueeze(-1), torch.nan) if self.holes else points
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Views of the points `[size, d]` and of the flags `[size]`."""

@@ -29,12 +29,22 @@ def relative_error(d: int) -> float:
     return (2 * d + 16) * _ROUNDOFF[torch.get_float32_matmul_precision()]
 
 
-def squared_distances(table: PointTable, index: Tensor, others: Tensor, scale: Tensor) -> Tensor:
-    """Float64 `[q, m]` between positions `[q]` and `[q, m]`; infinite where one is absent."""
+def squared_distances(
+    table: PointTable, index: Tensor, others: Tensor, scale: Tensor, *, complete: bool = False
+) -> Tensor:
+    """Float64 `[q, m]` between positions `[q]` and `[q, m]`; infinite where one is absent.
+
+    With `complete`, all of them are there.
+    """
     points, valid = table.rows()
-    absent = (others < 0) | ~valid[others]
-    difference = points[others].double() - points[index].double().unsqueeze(1)
-    return squared_norms(difference, scale).masked_fill_(absent, torch.inf)
+    own = points.index_select(0, index).unsqueeze(1)
+    distances = squared_norms(points[others].double() - own, scale)
+    if complete:
+        return distances
+    absent = others < 0
+    if table.holes:
+        absent |= ~valid[others] | ~valid[index].unsqueeze(1)
+    return distances.masked_fill_(absent, torch.inf)
 
 
 def squared_norms(differences: Tensor, scale: Tensor) -> Tensor:
@@ -58,19 +68,36 @@ def nearest(distances: Tensor, others: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def refine(
-    table: PointTable, index: Tensor, candidates: Tensor, frontier: Tensor, k: int, scale: Tensor
+    table: PointTable,
+    index: Tensor,
+    candidates: Tensor,
+    frontier: Tensor,
+    k: int,
+    scale: Tensor,
+    *,
+    complete: bool = False,
 ) -> Tensor:
-    """Candidates `[q, m]` with their frontier `[q]`, squared, to exact neighbours `[q, k]`."""
-    best, neighbors = nearest(squared_distances(table, index, candidates, scale), candidates, k)
+    """Candidates `[q, m]` with their frontier `[q]`, squared, to exact neighbours `[q, k]`.
+
+    With `complete`, all candidates are there, at least k of them. A device is waited for once, to
+    learn whether all rows are proven.
+    """
+    distances = squared_distances(table, index, candidates, scale, complete=complete)
+    if complete:
+        best, column = distances.topk(k, largest=False)
+        neighbors = candidates.gather(1, column)
+    else:
+        best, neighbors = nearest(distances, candidates, k)
     last = best[:, -1]
-    proven = (last <= frontier) | (last == 0)
-    if last.isinf().any():  # too few candidates: right only if there are no more
+    proven = last <= frontier.clamp_min(0)  # none is nearer than one at distance 0
+    if not complete:
+        # With too few candidates, an answer is right only if there are no more.
         proven &= last.isfinite() | (table.valid.sum() <= k)
-    valid = table.valid[index]
-    again = valid & ~proven
-    if again.any():
+        proven |= ~table.valid[index]
+    if not proven.all():
+        again = ~proven
         neighbors[again] = scan(table, index[again], k, scale)
-    return neighbors.masked_fill_(~valid.unsqueeze(1), -1)
+    return neighbors
 
 
 def scan(table: PointTable, index: Tensor, k: int, scale: Tensor) -> Tensor:

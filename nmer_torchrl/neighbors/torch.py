@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from nmer_torchrl.neighbors.base import PointTable
-from nmer_torchrl.neighbors.exact import BLOCK, refine, relative_error
+from nmer_torchrl.neighbors.exact import BLOCK, refine, relative_error, scan
 
 _QUERIES = 256
 _SPARE = 8  # candidates beyond k, so that rounding rarely asks for a second search
@@ -33,6 +35,10 @@ class TorchSearch:
 
     def __init__(self) -> None:
         self.table = PointTable()
+        self._last: tuple[Tensor, Tensor] | None = None  # the last scale, and in another form
+
+    def __reduce__(self) -> tuple[type[TorchSearch], tuple[()]]:
+        return TorchSearch, ()
 
     def write(self, index: Tensor, points: Tensor) -> None:
         """See `NeighborSearch.write`."""
@@ -41,58 +47,95 @@ class TorchSearch:
     def clear(self) -> None:
         """See `NeighborSearch.clear`."""
         self.table.clear()
+        self._last = None
 
     def query(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
         """See `NeighborSearch.query`."""
+        if not len(index):
+            return index.new_empty((0, k))
         scale = scale.to(self.table.points.device, torch.float64)
+        if self.table.size <= k + _SPARE:  # all of them are candidates
+            return scan(self.table, index, k, scale)
         rows = [self._query(chunk, k, scale) for chunk in index.split(_QUERIES)]
-        return torch.cat(rows) if rows else index.new_empty((0, k))
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _query(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
         points, valid = self.table.rows()
+        own = points.index_select(0, index)
         # The origin is free to choose: amid the queries, norms and with them rounding stay small.
-        center = points[index].double().mean(0)
-
-        parts = [
-            _Bounds((points[index] - center) * part, part, center)
-            for part in scale.reshape(-1, points.shape[1])
-        ]
-        bounds = torch.empty((len(index), 0), device=index.device)
-        candidates = index.new_empty((len(index), 0))
+        center = own.mean(0)
+        parts = [_Bounds(own, part, center) for part in self._factors(scale)]
+        bounds = candidates = None
         step = BLOCK // max(len(index), points.shape[1])
         for start in range(0, len(points), step):
-            block, there = points[start : start + step], valid[start : start + step]
+            block = points[start : start + step]
             block_bounds = parts[0].to(block)
-            for part in parts[1:]:
-                block_bounds = block_bounds.clamp_min_(0.0) * part.to(block).clamp_min_(0.0)
-            if not there.all():
-                block_bounds.masked_fill_(~there, torch.inf)
-            inside = (index >= start) & (index < start + len(block))
-            block_bounds[inside, index[inside] - start] = torch.inf
+            if len(parts) > 1:
+                whole = [part.complete(part.to(block)).clamp_min_(0.0) for part in parts]
+                block_bounds = functools.reduce(Tensor.mul_, whole)
+            if self.table.holes:
+                block_bounds.masked_fill_(~valid[start : start + step], torch.inf)
+            _exclude(block_bounds, index.unsqueeze(1), start, whole=len(block) == len(points))
             best, column = block_bounds.topk(min(k + _SPARE, len(block)), largest=False)
-            bounds = torch.cat([bounds, best], 1)
-            candidates = torch.cat([candidates, column + start], 1)
-            if bounds.shape[1] > k + _SPARE:
-                bounds, column = bounds.topk(k + _SPARE, largest=False)
-                candidates = candidates.gather(1, column)
-        if bounds.shape[1] < k + _SPARE:  # nothing was left out
-            frontier = bounds.new_full((len(index),), torch.inf)
-        else:
-            frontier = bounds.amax(1)
-        candidates = candidates.masked_fill(bounds.isinf(), -1)
-        return refine(self.table, index, candidates, frontier, k, scale)
+            column = column + start if start else column
+            if bounds is not None and candidates is not None:
+                bounds, column = torch.cat([bounds, best], 1), torch.cat([candidates, column], 1)
+                best, order = bounds.topk(min(k + _SPARE, bounds.shape[1]), largest=False)
+                column = column.gather(1, order)
+            bounds, candidates = best, column
+        assert bounds is not None
+        assert candidates is not None
+        last = bounds[:, -1:]
+        frontier = (last if len(parts) > 1 else parts[0].complete(last)).squeeze(1)
+        # Unless the last one is finite, what was left out is not known to be farther,
+        frontier = frontier.nan_to_num(-1.0, -1.0)
+        if self.table.holes:  # or not known to be there at all
+            few = valid.sum() <= k + _SPARE
+            frontier = torch.where((last.squeeze(1) == torch.inf) & few, torch.inf, frontier)
+            candidates = candidates.masked_fill(bounds == torch.inf, -1)
+        complete = not self.table.holes
+        return refine(self.table, index, candidates, frontier, k, scale, complete=complete)
+
+    def _factors(self, scale: Tensor) -> Tensor:
+        """The scale as `[g, d]` in the points' dtype."""
+        points = self.table.points
+        if self._last is None or self._last[0] is not scale:
+            self._last = scale, scale.to(points.dtype).reshape(-1, points.shape[1])
+        return self._last[1]
+
+
+def _exclude(bounds: Tensor, index: Tensor, start: int, *, whole: bool) -> None:
+    """Puts the queries `[q, 1]` themselves out of reach in bounds `[q, n]` from `start` on."""
+    if whole:
+        bounds.scatter_(1, index, torch.inf)
+        return
+    column = (index - start).clamp(0, bounds.shape[1] - 1)
+    inside = (index >= start) & (index < start + bounds.shape[1])
+    bounds.scatter_(1, column, bounds.gather(1, column).masked_fill_(inside, torch.inf))
 
 
 class _Bounds:
     """Lower bounds of squared distances, so that what is left out is beyond the last candidate."""
 
     def __init__(self, queries: Tensor, scale: Tensor, center: Tensor) -> None:
-        self.queries, self.scale, self.center = queries.float(), scale, center
-        self.keep = 1.0 - relative_error(queries.shape[1])
-        self.norms = self.keep * self.queries.square().sum(-1, keepdim=True)
+        self.scale, self.center = scale, center
+        # Scaled coordinates are off by three roundings, for which four more terms stand in.
+        self.keep = 1.0 - relative_error(queries.shape[1] + 4)
+        self.queries, norms = self._standardize(queries)
+        self.norms = norms.unsqueeze(1)
+
+    def _standardize(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        points = ((points - self.center) * self.scale).float()
+        return points, points.square().sum(-1)
 
     def to(self, points: Tensor) -> Tensor:
-        """Bounds `[q, n]` of the distances of the queries to points `[n, d]`."""
-        points = ((points - self.center) * self.scale).float()
-        norms = self.keep * points.square().sum(-1)
-        return torch.addmm(self.norms + norms, self.queries, points.T, alpha=-2.0)
+        """Bounds `[q, n]` of the distances to points `[n, d]`, less the queries' norms.
+
+        The norms, one to a row, change nothing about which are least in it.
+        """
+        points, norms = self._standardize(points)
+        return torch.addmm(norms, self.queries, points.T, beta=self.keep, alpha=-2.0)
+
+    def complete(self, bounds: Tensor) -> Tensor:
+        """Bounds `[q, n]` with the queries' norms."""
+        return bounds.add(self.norms, alpha=self.keep)

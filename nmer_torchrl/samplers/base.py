@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import threading
-from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from nmer_torchrl import _compat
-from nmer_torchrl.rows import StoredRows, check_layout
+from nmer_torchrl.composition import Guard, check_folded
+from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS
+from nmer_torchrl.metrics import Metric
+from nmer_torchrl.neighbors import NeighborSearch, SearchName
+from nmer_torchrl.pairs import NearPairing, Pairing
+from nmer_torchrl.tracking.rows import StoredRows, check_layout
 
 _STATE_FILE = "sampler.pt"
 
@@ -26,12 +32,11 @@ class LockedSampler(Sampler):
 
     def dumps(self, path: str | Path) -> None:
         """Saves `state_dict()` into the directory `path`."""
-        Path(path).mkdir(exist_ok=True)
-        torch.save(self.state_dict(), Path(path) / _STATE_FILE)
+        save_state(self, path)
 
     def loads(self, path: str | Path) -> None:
         """Loads what `dumps` saved."""
-        self.load_state_dict(torch.load(Path(path) / _STATE_FILE, weights_only=True))
+        load_state(self, path)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -43,123 +48,159 @@ class LockedSampler(Sampler):
         self._lock = threading.RLock()
 
 
-class FollowingSampler(LockedSampler):
-    """Uniform rows, from a storage whose changes it takes up before each draw.
+class PairSampler(Sampler):
+    """Draws uniform anchors and joins them with their partners: a pairing as a `Sampler`.
 
-    A subclass derives what it knows from the storage, so a copy in another process starts afresh.
+    It draws what TorchRL's `RandomSampler` draws beside `sample_unit=unit`. Partners come from the
+    buffer's generator, unless the unit has one of its own, and the unit's state is part of the
+    buffer's.
+
+    The buffer needs a transform that folds the pairs, such as `PairMixup`, or one of your own;
+    without any the first `sample()` raises.
+
+    Args:
+        unit: The pairing.
+
+    Examples:
+        >>> from nmer_torchrl import RandomPairs
+        >>> PairSampler(RandomPairs())
+        PairSampler(keys=('observation', 'action'))
     """
 
-    def __init__(self, rows: StoredRows) -> None:
-        self._rows = rows
-        LockedSampler.__init__(self)  # not by `super`: a sampler of priorities may come next
+    def __init__(self, unit: Pairing) -> None:
+        if not isinstance(unit, Pairing):
+            raise TypeError(
+                f"unit={unit!r} is not a Pairing; give one, such as NeighborPairs(k=10)."
+            )
+        self.unit = unit
+        self._guard = Guard()
+
+    @property
+    def draws(self) -> str:
+        """What is drawn for each anchor."""
+        return self.unit.draws
 
     @property
     def stored(self) -> int:
         """Number of rows that were stored at the last draw."""
-        return self._rows.length
-
-    @abstractmethod
-    def _synchronize(self, storage: Storage) -> None:
-        """Takes up whatever has changed in the storage."""
+        return self.unit.stored
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """Uniform positions `[B]`."""
-        with self._lock:
-            self._synchronize(storage)
-            return self._uniform(batch_size), {}
+        """Returns positions `[B, 1 + m]`: uniform anchors and their partners."""
+        self._guard.check(self, storage, check_folded)
+        generator, own = _compat.generator(self), self.unit.generator
+        with self.unit.lock:
+            self.unit.synchronize(storage)
+            anchor = draw_uniform(self.unit.rows, batch_size, generator)
+            return self.unit.join(anchor, generator if own is None else own), {}
 
-    def _uniform(self, batch_size: int) -> Tensor:
-        return torch.randint(
-            self._rows.length,
-            (batch_size,),
-            generator=_compat.generator(self),
-            device=self._rows.device,
-        )
+    def synchronize(self, storage: Storage) -> None:
+        """Takes up whatever has changed in the storage, rather than at the next draw."""
+        with self.unit.lock:
+            self.unit.synchronize(storage)
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
-        """The buffer has written these positions."""
+        """Notes that the buffer has written these positions."""
         if storage is not None:
             check_layout(storage)
-        with self._lock:
-            self._rows.announce(index, storage)
-
-    def add(self, index: int) -> None:
-        """The buffer is done with the write of one row that it announced."""
-        with self._lock:
-            self._rows.confirm()
-
-    def extend(self, index: Tensor) -> None:
-        """The buffer is done with the write of rows that it announced."""
-        with self._lock:
-            self._rows.confirm()
+        self.unit.mark_update(index, storage=storage)
 
     def _empty(self) -> None:
-        with self._lock:
-            self._rows.forget()
+        self.unit.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty unless a subclass keeps more than what follows from the storage."""
-        return {}
+        """Returns what the pairing keeps beyond what follows from the storage."""
+        return self.unit.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Has the next sample read the storage anew."""
-        self._empty()
+        """Reads the storage anew at the next draw, and gives the pairing what it kept."""
+        self.unit.load_state_dict(state_dict)
+
+    def dumps(self, path: str | Path) -> None:
+        """Saves `state_dict()` into the directory `path`."""
+        save_state(self, path)
+
+    def loads(self, path: str | Path) -> None:
+        """Loads what `dumps` saved."""
+        load_state(self, path)
+
+    def __repr__(self) -> str:
+        return repr(self.unit).replace(type(self.unit).__name__, type(self).__name__, 1)
 
 
-class PairSampler(FollowingSampler):
-    """Uniform anchors, each with a partner; a subclass says how partners are chosen.
+class NeighborQueries:
+    """Answers questions about neighbours for a sampler whose pairing is by nearness."""
 
-    Examples:
-        >>> class WithTheNext(PairSampler):  # whoever stands in the next position
-        ...     def __init__(self):
-        ...         super().__init__(StoredRows(["observation", "action"], []))
-        ...
-        ...     def _synchronize(self, storage):
-        ...         for index, points in self._rows.changes(storage):
-        ...             pass  # a method that keeps count of points does it here
-        ...
-        ...     def _partners(self, anchor):
-        ...         return (anchor + 1) % self.stored
-        >>> from tensordict import TensorDict
-        >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-        >>> buffer = TensorDictReplayBuffer(
-        ...     storage=LazyTensorStorage(4), sampler=WithTheNext(), batch_size=8
-        ... )
-        >>> rows = TensorDict(
-        ...     observation=torch.randn(4, 3), action=torch.randn(4, 1), batch_size=[4]
-        ... )
-        >>> _ = buffer.extend(rows)
-        >>> anchor, partner = buffer.sample()["index"].unbind(-1)
-        >>> bool((partner == (anchor + 1) % 4).all())
-        True
-    """
+    unit: NearPairing
 
-    @abstractmethod
-    def _partners(self, anchor: Tensor) -> Tensor:
-        """Anchors `[B]` to partners `[B]`."""
+    @property
+    def k(self) -> int:
+        """Number of neighbours to choose from."""
+        return self.unit.k
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """Positions `[B, 2]`: uniform anchors and their partners."""
-        with self._lock:
-            self._synchronize(storage)
-            anchor = self._uniform(batch_size)
-            partner = self._partners(anchor)
-        return torch.stack([anchor, partner], -1), {}
+    @property
+    def metric(self) -> Metric:
+        """How far apart rows are."""
+        return self.unit.metric
+
+    def neighbors(self, storage: Storage, index: Tensor, k: int | None = None) -> Tensor:
+        """Returns the positions `[q, k]` of the nearest others of positions `[q]`, nearest first.
+
+        By the statistics of what is stored now, never the position itself, padded with -1 where
+        fewer than k others are stored.
+        """
+        return self.unit.neighbors(storage, index, k)
+
+    def embed(self, batch: TensorDictBase) -> Tensor:
+        """Returns points `[*B, f]` of rows `[*B]` whose Euclidean distance is the metric's.
+
+        By the statistics of the last draw, float64. Rows need not be stored ones; there are no such
+        points for `ProductNorm`.
+        """
+        return self.unit.embed(batch)
+
+    def distances(self, batch: TensorDictBase) -> Tensor:
+        """Returns the distances `[*B, m]` of the first of rows `[*B, 1 + m]` from the others.
+
+        By the statistics of the last draw, float64; of a batch of pairs, m is 1.
+        """
+        return self.unit.distances(batch)
+
+    def refresh(self) -> None:
+        """Reads all rows anew at the next draw, such as when the function of a metric changed."""
+        self.unit.clear()
 
 
-def check_positions(index: Tensor, storage: Storage) -> Tensor:
-    """A vector of stored positions `[q]` as int64; raises if it is anything else."""
-    index = torch.as_tensor(index)
-    if index.ndim != 1 or index.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"Positions are a vector of integers, but `index` is {index.dtype} of shape "
-            f"{tuple(index.shape)}; give an int64 tensor of one dimension."
+class NearSampler(NeighborQueries, PairSampler):
+    """Draws uniform anchors beside a pairing by nearness; a subclass says by which."""
+
+    pairing: type[NearPairing]
+
+    def __init__(
+        self,
+        k: int = 10,
+        *,
+        search: SearchName | NeighborSearch = "auto",
+        keys: Sequence[NestedKey] = POINT_KEYS,
+        value_keys: Sequence[NestedKey] = VALUE_KEYS,
+        metric: Metric | None = None,
+    ) -> None:
+        super().__init__(
+            self.pairing(k, search=search, keys=keys, value_keys=value_keys, metric=metric)
         )
-    index = index.long()
-    outside = (index < 0) | (index >= len(storage))
-    if outside.any():
-        raise IndexError(
-            f"Position {int(index[outside][0])} was asked for, "
-            f"but the storage holds positions 0 to {len(storage) - 1}."
-        )
-    return index
+
+
+def draw_uniform(rows: StoredRows, batch_size: int, generator: torch.Generator | None) -> Tensor:
+    """Returns uniform positions `[B]` of the rows that are stored."""
+    return torch.randint(rows.length, (batch_size,), generator=generator, device=rows.device)
+
+
+def save_state(sampler: Sampler, path: str | Path) -> None:
+    """Saves the state of a sampler into the directory `path`."""
+    Path(path).mkdir(exist_ok=True)
+    torch.save(sampler.state_dict(), Path(path) / _STATE_FILE)
+
+
+def load_state(sampler: Sampler, path: str | Path) -> None:
+    """Loads what `save_state` saved."""
+    sampler.load_state_dict(torch.load(Path(path) / _STATE_FILE, weights_only=True))

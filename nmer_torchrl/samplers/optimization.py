@@ -14,10 +14,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrl.data.replay_buffers import Storage
 
 from nmer_torchrl import _compat
+from nmer_torchrl.checks import is_integer
 from nmer_torchrl.keys import get_entry
 from nmer_torchrl.networks import descend, draw_seed, make_mlp
-from nmer_torchrl.rows import check_layout, stored_entries
 from nmer_torchrl.samplers.base import LockedSampler
+from nmer_torchrl.tracking.rows import check_layout, stored_entries
 
 _FEATURES = 3  # reward, TD error, age
 _TENSORS = ("_kept", "_error", "_written")
@@ -69,7 +70,7 @@ class ReplayOptimizationSampler(LockedSampler):
         reward_key: NestedKey = ("next", "reward"),
     ) -> None:
         for name, count in (("episodes", episodes), ("rows", rows)):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            if not is_integer(count) or count < 1:
                 raise ValueError(f"{name}={count!r}, but it is an integer, at least 1.")
         if not lr > 0:
             raise ValueError(f"lr={lr!r}, but a learning rate is above 0.")
@@ -115,8 +116,12 @@ class ReplayOptimizationSampler(LockedSampler):
         self, index: int | Tensor, priority: float | Tensor, *, storage: Storage | None = None
     ) -> None:
         """Notes the TD errors of these rows."""
-        index = torch.as_tensor(index).reshape(-1).cpu()
-        error = torch.as_tensor(priority).detach().abs().float().reshape(-1).cpu()
+        position = torch.as_tensor(index).reshape(-1)
+        error = torch.as_tensor(priority).detach().abs().float().reshape(-1)
+        if len(error) == len(position) and error.device == position.device:
+            # One copy for both, since each waits for the device; float64 holds positions exactly.
+            position, error = torch.stack([position.double(), error.double()]).cpu()
+        index, error = position.cpu().long(), error.cpu().float()
         if len(error) not in (1, len(index)):
             raise ValueError(
                 f"{len(error)} TD errors were given for {len(index)} rows; give one to each."
@@ -154,7 +159,7 @@ class ReplayOptimizationSampler(LockedSampler):
         with self._lock:
             self._reserve(size)
             if self._pool is None and self._chosen:
-                self._pool = self._kept[:size].nonzero().squeeze(1).to(device)
+                self._pool = self._kept[:size].nonzero().squeeze(1).to(device, non_blocking=True)
             pool = self._pool
         if pool is None or not len(pool):
             return torch.randint(size, (batch_size,), generator=generator, device=device), {}

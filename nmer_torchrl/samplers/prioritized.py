@@ -10,14 +10,18 @@ from typing import Any
 import torch
 from tensordict import NestedKey
 from torch import Tensor
-from torchrl.data.replay_buffers import PrioritizedSampler, Storage
+from torchrl.data.replay_buffers import PrioritizedSampler, ReplayBuffer, Storage
 
 from nmer_torchrl import _compat
+from nmer_torchrl.checks import is_integer
+from nmer_torchrl.composition import Guard, check_folded
 from nmer_torchrl.functional import mean_by_position, pair_priorities
 from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS
 from nmer_torchrl.metrics import Metric
-from nmer_torchrl.neighbors import NeighborSearch
-from nmer_torchrl.samplers.neighbor import NeighborPairSampler
+from nmer_torchrl.neighbors import NeighborSearch, SearchName
+from nmer_torchrl.pairs import NeighborPairs
+from nmer_torchrl.samplers.base import NeighborQueries, load_state, save_state
+from nmer_torchrl.tracking.rows import check_layout
 
 _FLOAT32 = torch.finfo(torch.float32)
 
@@ -62,7 +66,7 @@ class CheckedPrioritizedSampler(PrioritizedSampler):
     def __init__(
         self, max_capacity: int, alpha: float = 0.6, beta: float = 0.4, eps: float = 1e-6
     ) -> None:
-        if isinstance(max_capacity, bool) or not isinstance(max_capacity, int) or max_capacity < 1:
+        if not is_integer(max_capacity) or max_capacity < 1:
             raise ValueError(
                 f"max_capacity={max_capacity!r}, but it is a number of rows: "
                 "an integer, at least 1."
@@ -107,7 +111,8 @@ class CheckedPrioritizedSampler(PrioritizedSampler):
     ) -> None:
         """Sets the priorities of these positions; of a position named twice, the last counts."""
         self._check_capacity(storage)
-        index = torch.as_tensor(index)
+        _compat.follow_device(self, storage)
+        index, priority = self._fetch(torch.as_tensor(index), torch.as_tensor(priority))
         if index.ndim < 2 and index.numel() and int(index.max()) >= self.max_size:
             raise IndexError(
                 f"Position {int(index.max())} was given a priority, "
@@ -115,9 +120,21 @@ class CheckedPrioritizedSampler(PrioritizedSampler):
             )
         super().update_priority(index, self._as_priority(priority), storage=storage)
 
+    def _fetch(self, *tensors: Tensor) -> list[Tensor]:
+        """Moves positions and numbers, one to each, to where the trees are, by one copy.
+
+        Each copy to the host waits for the device of the rows; float64 holds them all exactly.
+        """
+        first = tensors[0]
+        alike = all(x.shape == first.shape and x.device == first.device for x in tensors)
+        if first.device == self.device or not alike or any(x.is_complex() for x in tensors):
+            return [x.to(self.device) for x in tensors]
+        copied = torch.stack([x.detach().double() for x in tensors]).to(self.device)
+        return [x.to(like.dtype) for x, like in zip(copied, tensors, strict=True)]
+
     def _as_priority(self, priority: float | Tensor) -> Tensor:
         """As float32, or an error if they are none."""
-        priority = torch.as_tensor(priority).detach()
+        priority = torch.as_tensor(priority).detach().to(self.device)
         if priority.is_complex():
             raise TypeError(f"A priority is a real number, but {priority.dtype} was given.")
         priority = priority.to(self.dtype)
@@ -188,7 +205,7 @@ class CheckedPrioritizedSampler(PrioritizedSampler):
         _compat.set_priority_powers(self, powers, state_dict["largest"])
 
 
-class PrioritizedNeighborPairSampler(NeighborPairSampler, CheckedPrioritizedSampler):
+class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler):
     """Pairs an anchor drawn by priority with one of its k nearest neighbours.
 
     Anchors are those of `CheckedPrioritizedSampler`, partners those of `NeighborPairSampler`. Both
@@ -223,27 +240,43 @@ class PrioritizedNeighborPairSampler(NeighborPairSampler, CheckedPrioritizedSamp
         alpha: float = 0.6,
         beta: float = 0.4,
         eps: float = 1e-6,
-        search: str | NeighborSearch = "auto",
+        search: SearchName | NeighborSearch = "auto",
         keys: Sequence[NestedKey] = POINT_KEYS,
         value_keys: Sequence[NestedKey] = VALUE_KEYS,
         metric: Metric | None = None,
     ) -> None:
-        CheckedPrioritizedSampler.__init__(self, max_capacity, alpha, beta, eps)
-        NeighborPairSampler.__init__(
-            self, k, search=search, keys=keys, value_keys=value_keys, metric=metric
-        )
+        super().__init__(max_capacity, alpha, beta, eps)
+        self.unit = NeighborPairs(k, search=search, keys=keys, value_keys=value_keys, metric=metric)
+        self._guard = Guard()
+
+    @property
+    def draws(self) -> str:
+        """What is drawn for each anchor."""
+        return self.unit.draws
+
+    @property
+    def stored(self) -> int:
+        """Number of rows that were stored at the last draw."""
+        return self.unit.rows.length
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """Positions `[B, 2]` of anchors by priority and partners, and their weights `[B, 2]`."""
-        with self._lock:
-            self._synchronize(storage)
-            anchor, info = CheckedPrioritizedSampler.sample(self, storage, batch_size)
-            anchor, weight = (x.to(self._rows.device) for x in (anchor, info["priority_weight"]))
-            index = torch.stack([anchor, self._partners(anchor)], -1)
+        self._guard.check(self, storage, check_folded, _check_updates)
+        with self.unit.lock:
+            self.unit.synchronize(storage)
+            anchor, info = super().sample(storage, batch_size)
+            device = self.unit.rows.device
+            anchor, weight = (x.to(device) for x in (anchor, info["priority_weight"]))
+            index = self.unit.join(anchor, _compat.generator(self))
             powers = _compat.priority_powers(self, index)
             # Importance weights go with `powers ** -beta`: the same norm as the anchor's.
             other = weight * (powers[:, 0] / powers[:, 1]) ** self.beta
         return index, {"priority_weight": torch.stack([weight, other], -1)}
+
+    def synchronize(self, storage: Storage) -> None:
+        """Takes up whatever has changed in the storage, rather than at the next draw."""
+        with self.unit.lock:
+            self.unit.synchronize(storage)
 
     def update_pairs(
         self, index: Tensor, weight: Tensor, priority: Tensor, *, storage: Storage
@@ -265,13 +298,19 @@ class PrioritizedNeighborPairSampler(NeighborPairSampler, CheckedPrioritizedSamp
         Keyword Args:
             storage: Where the rows are.
         """
+        anchor, partner, weight, priority = self._fetch(*index.unbind(-1), weight, priority)
+        index = torch.stack([anchor, partner], -1)
+        if not ((weight >= 0) & (weight <= 1)).all():
+            raise ValueError(
+                "'mixup_weight' has values outside of 0 to 1; leave it as `sample()` returned it."
+            )
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.max_size:
             raise IndexError(
                 f"Positions {int(index.min())} to {int(index.max())} were given priorities, "
                 f"but the sampler knows positions 0 to {self.max_size - 1}."
             )
         new = self._as_priority(priority).double()
-        with self._lock:
+        with self.unit.lock:
             self._rank(storage)
             alone = (weight == 1) | (index[:, 0] == index[:, 1])
             weight = torch.where(alone, 1.0, weight.double())
@@ -295,34 +334,54 @@ class PrioritizedNeighborPairSampler(NeighborPairSampler, CheckedPrioritizedSamp
                 "give it one dimension, or a batch of pairs to `update_tensordict_priority` of a "
                 "PairPrioritizedReplayBuffer."
             )
-        with self._lock:
-            CheckedPrioritizedSampler.update_priority(self, index, priority, storage=storage)
+        with self.unit.lock:
+            super().update_priority(index, priority, storage=storage)
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
-        """The buffer has written these positions: they are new, with the largest priority."""
-        with self._lock:
-            NeighborPairSampler.mark_update(self, index, storage=storage)
-            CheckedPrioritizedSampler.mark_update(self, index, storage=storage)
+        """Notes that the buffer has written these positions: they get the largest priority."""
+        if storage is not None:
+            check_layout(storage)
+        with self.unit.lock:
+            self.unit.mark_update(index, storage=storage)
+            super().mark_update(index, storage=storage)
 
     def _empty(self) -> None:
-        with self._lock:
-            NeighborPairSampler._empty(self)
-            CheckedPrioritizedSampler._empty(self)
+        with self.unit.lock:
+            self.unit.clear()
+            super()._empty()
 
     def state_dict(self) -> dict[str, Any]:
-        """The priorities, and what the neighbour search keeps."""
-        with self._lock:
-            state = NeighborPairSampler.state_dict(self)
-            return {**state, "priorities": CheckedPrioritizedSampler.state_dict(self)}
+        """Returns the priorities, and what the neighbour search keeps."""
+        with self.unit.lock:
+            return {**self.unit.state_dict(), "priorities": super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up the priorities and what the search kept; the rest is read from the storage."""
-        with self._lock:
-            CheckedPrioritizedSampler.load_state_dict(self, state_dict.get("priorities", {}))
-            NeighborPairSampler.load_state_dict(self, state_dict)
+        with self.unit.lock:
+            super().load_state_dict(state_dict.get("priorities", {}))
+            self.unit.load_state_dict(state_dict)
+
+    def dumps(self, path: str | Path) -> None:
+        """Saves `state_dict()` into the directory `path`."""
+        save_state(self, path)
+
+    def loads(self, path: str | Path) -> None:
+        """Loads what `dumps` saved."""
+        load_state(self, path)
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(k={self.k}, alpha={self.alpha}, beta={self.beta}, "
-            f"keys={self._rows.keys})"
+            f"keys={self.unit.rows.keys})"
+        )
+
+
+def _check_updates(sampler: PrioritizedNeighborPairSampler, buffer: ReplayBuffer) -> None:
+    """Raises if the buffer would not update the priorities of both members of a pair."""
+    owner = _compat.member_buffer(buffer, sampler)
+    if not getattr(owner, "updates_pairs", False):
+        raise TypeError(
+            f"{type(sampler).__name__} keeps priorities of both members of a pair, which a "
+            f"{type(owner).__name__} does not update; use a PairPrioritizedReplayBuffer, or "
+            'make_replay_buffer("per_nmer", ...).'
         )

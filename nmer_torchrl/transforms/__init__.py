@@ -2,10 +2,11 @@
 
 from nmer_torchrl.transforms.amplitude import AmplitudeScaling
 from nmer_torchrl.transforms.base import RowCheck
-from nmer_torchrl.transforms.gates import DistanceCap, Fraction, Gate, Geometry, QuantileCap
+from nmer_torchrl.transforms.gates import DistanceCap, Fraction, Gate, Geometry, QuantileCap, Same
 from nmer_torchrl.transforms.gaussian_process_mixup import GaussianProcessMixup
-from nmer_torchrl.transforms.interpolation import DeltaMixup, MeanMixup
+from nmer_torchrl.transforms.mean_mixup import MeanMixup
 from nmer_torchrl.transforms.mixreg import MixReg
+from nmer_torchrl.transforms.n_step import FlattenRows
 from nmer_torchrl.transforms.neighborhood_mixup import NeighborhoodMixup
 from nmer_torchrl.transforms.noise import GaussianNoise
 from nmer_torchrl.transforms.pair_mixup import PairMixup
@@ -21,10 +22,10 @@ from nmer_torchrl.transforms.tuned_mixup import TunedMixup
 
 __all__ = [
     "AmplitudeScaling",
-    "DeltaMixup",
     "DensityFraction",
     "DistanceCap",
     "ExponentialFraction",
+    "FlattenRows",
     "Fraction",
     "Gate",
     "GaussianNoise",
@@ -38,6 +39,7 @@ __all__ = [
     "QuantileCap",
     "RewardMean",
     "RowCheck",
+    "Same",
     "Schedule",
     "StateMixup",
     "TunedMixup",

@@ -13,21 +13,22 @@ from nmer_torchrl.transforms.base import Augmentation, restore_rows
 
 
 class AmplitudeScaling(Augmentation):
-    """Multiplies the observation and the next observation of each row `[*B]` by `z ~ U[low, high]`.
+    """Multiplies the observation and the next observation of each row `[*B]` by a random factor.
 
-    One `z` is drawn for each row, for both observations and all their dimensions, and written to
-    `"amplitude"`, `[*B, 1]`. This is the random amplitude scaling of RAD (Laskin et al., 2020) for
-    observations that are states. The source also offers a `z` for each dimension, and one of its
-    own for the next observation, and tries several ranges; here is the one form that keeps the two
-    observations of a transition consistent. There is no rule for terminal transitions: reward and
-    flags are not touched. Where an observation is not finite the row is kept and `z` is 1.
+    One `z ~ U[min_factor, max_factor]` is drawn for each row, for both observations and all their
+    dimensions, and written to `"amplitude"`, `[*B, 1]`. This is the random amplitude scaling of RAD
+    (Laskin et al., 2020) for observations that are states. The source also offers a `z` for each
+    dimension, and one of its own for the next observation, and tries several ranges; here is the
+    one form that keeps the two observations of a transition consistent. There is no rule for
+    terminal transitions: reward and flags are not touched. Where an observation is not finite the
+    row is kept and `z` is 1.
 
     Like that of `StateMixup`, this change shows in `buffer[:]` too; `buffer.storage[:]` is what is
     stored.
 
     Args:
-        low: Least factor.
-        high: Greatest factor.
+        min_factor: Least factor.
+        max_factor: Greatest factor.
 
     Keyword Args:
         generator: Source of the factors; `None` uses torch's global one.
@@ -48,21 +49,21 @@ class AmplitudeScaling(Augmentation):
 
     def __init__(
         self,
-        low: float = 0.6,
-        high: float = 1.2,
+        min_factor: float = 0.6,
+        max_factor: float = 1.2,
         *,
         generator: torch.Generator | None = None,
         observation_keys: Sequence[NestedKey] = ("observation",),
     ) -> None:
-        if not (math.isfinite(low) and math.isfinite(high) and 0 < low <= high):
+        if not 0 < min_factor <= max_factor < math.inf:
             raise ValueError(
-                f"low={low!r} and high={high!r} do not bound a factor; they must be finite, above "
-                "0 and in order (the defaults are 0.6 and 1.2)."
+                f"min_factor={min_factor!r} and max_factor={max_factor!r} do not bound a factor; "
+                "they must be finite, above 0 and in order (the defaults are 0.6 and 1.2)."
             )
         first = as_keys(observation_keys, "observation_keys")
         both = (*first, *(next_key(key) for key in first))
         super().__init__(both, "observation_keys", generator)
-        self.low, self.high = float(low), float(high)
+        self.min_factor, self.max_factor = float(min_factor), float(max_factor)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Rows `[*B]` to rows `[*B]`; a single row is returned as it is."""
@@ -71,7 +72,8 @@ class AmplitudeScaling(Augmentation):
         entries, dims = self._entries(tensordict), tensordict.ndim
         device = entries[self._changed_keys[0]].device
         factor = torch.rand(tensordict.shape, generator=self.generator, device=device)
-        factor = (self.low + (self.high - self.low) * factor).clamp_(self.low, self.high)
+        low, high = self.min_factor, self.max_factor
+        factor = (low + (high - low) * factor).clamp_(low, high)
         scaled = {
             key: entry * factor[(...,) + (None,) * (entry.ndim - dims)].to(entry.dtype)
             for key, entry in entries.items()
@@ -82,4 +84,4 @@ class AmplitudeScaling(Augmentation):
         return tensordict.copy().update(scaled).set("amplitude", factor.unsqueeze(-1))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(low={self.low}, high={self.high})"
+        return f"{type(self).__name__}(min_factor={self.min_factor}, max_factor={self.max_factor})"

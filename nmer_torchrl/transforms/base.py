@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -10,28 +11,37 @@ from typing import Any
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
+from torchrl.data.replay_buffers import ReplayBufferEnsemble, TensorStorage
 from torchrl.envs.transforms import Transform
 
 from nmer_torchrl import _compat
+from nmer_torchrl.composition import check_drawn, check_measures, check_paired
 from nmer_torchrl.functional import all_finite, any_feature, mix
+from nmer_torchrl.generators import restore_generator
 from nmer_torchrl.keys import as_keys, get_continuous, get_entry
-from nmer_torchrl.transforms.gates import Gate
-from nmer_torchrl.transforms.n_step import check_n_step
+from nmer_torchrl.transforms.entries import check_discrete, warn_unmixed
+from nmer_torchrl.transforms.gates import Gate, Same, measure_of
+from nmer_torchrl.transforms.n_step import (
+    NONTERMINAL_KEY,
+    STEPS_KEY,
+    TimeOrder,
+    check_n_step,
+    check_time_order,
+)
 
-# TorchRL's MultiStepTransform writes these: targets that look a different number of steps ahead, or
-# end at a terminal state, are not mixed.
-_STEPS_KEY = "steps_to_next_obs"
-_NONTERMINAL_KEY = "nonterminal"
+PAIRS = "pairs [B, 2]"  # what most folds take
+_WRITTEN = ("index", "td_error")  # by a buffer or a loss into rows that were stored before
 _LAYOUT = ("_shapes", "_dtypes", "_needed", "_dims")  # of rows; never changed in place
 
 
 class RowCheck(Transform):
-    """Refuses rows that do not fit those stored before, before anything of them is stored.
+    """Refuses rows that do not fit the stored ones, before anything of them is stored.
 
     TorchRL moves its cursor and its length before it writes, so that a write which fails on the
     way, since an entry has another shape or dtype, leaves rows behind that no one wrote; an entry
-    that is missing keeps what stood at its position, and one of width 1 is repeated. The first rows
-    tell which entries there are; later ones may have more. Batches pass unchanged.
+    that is missing keeps what stood at its position, and one of width 1 is repeated. What a row
+    looks like is read from the storage, or from the first rows where it is empty; later rows may
+    have more entries. Batches pass unchanged.
 
     Examples:
         >>> import torch
@@ -47,13 +57,23 @@ class RowCheck(Transform):
         ValueError: The entry 'x' has shape (1,) in each row, but the rows stored before have ...
     """
 
+    folds = False  # whether it makes one row of several
+
     def __init__(self) -> None:
         super().__init__(in_keys=[], out_keys=[])
+        self._looked = False  # whether the first rows have been looked at
+        self._paired = False  # whether the first batch was found to hold rows that belong together
+        self._forget()
+
+    def _forget(self) -> None:
         self._shapes: dict[NestedKey, torch.Size] = {}  # of entries of the rows seen so far
         self._dtypes: dict[NestedKey, torch.dtype] = {}
         self._needed: list[NestedKey] = []  # entries of the first rows
         self._dims = 0  # of the batch that they came in, 0 if there was none
-        self._last: tuple[dict, dict] | None = None  # shapes and dtypes of rows let through before
+        # Shapes and dtypes of rows let through before.
+        self._last: tuple[dict[NestedKey, torch.Size], dict[NestedKey, torch.dtype]] | None = None
+        self._revision: int | None = None  # of the storage, before the first rows were written
+        self._order = TimeOrder()
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Returns the batch as it is."""
@@ -63,17 +83,19 @@ class RowCheck(Transform):
         """Checks what is about to be stored; `None` where an n-step transform waits for more."""
         if tensordict is None:
             return None
+        check_time_order(self, self._order, tensordict)
+        entries = {k: v for k, v in tensordict.items(True, True) if isinstance(v, Tensor)}
+        shapes = {key: entry.shape[tensordict.ndim :] for key, entry in entries.items()}
+        dtypes = {key: entry.dtype for key, entry in entries.items()}
         dims = max(tensordict.ndim, 1)
+        if (shapes, dtypes) == self._last and dims <= self._dims:
+            return tensordict
+        self._consult_storage()
         if 0 < self._dims < dims:
             raise ValueError(
                 f"The rows come in a batch of shape {tuple(tensordict.shape)}, but those before in "
                 f"one of {self._dims} dimension(s); extend the buffer with `data.reshape(-1)`."
             )
-        entries = {k: v for k, v in tensordict.items(True, True) if isinstance(v, Tensor)}
-        shapes = {key: entry.shape[tensordict.ndim :] for key, entry in entries.items()}
-        dtypes = {key: entry.dtype for key, entry in entries.items()}
-        if (shapes, dtypes) == self._last:
-            return tensordict
         for key in shapes:
             if shapes[key] != self._shapes.get(key, shapes[key]):
                 raise ValueError(
@@ -89,12 +111,39 @@ class RowCheck(Transform):
                 )
         for key in self._needed:
             get_entry(tensordict, key)
-        # An index is what a buffer wrote into rows that were stored or drawn before.
-        self._needed = self._needed or [key for key in entries if key != "index"]
+        _check_writer()
+        if not self._looked:
+            self._looked = self._look(tensordict)
+        self._needed = self._needed or [key for key in entries if key not in _WRITTEN]
         self._shapes, self._dtypes = self._shapes | shapes, self._dtypes | dtypes
         self._dims = self._dims or dims
         self._last = shapes, dtypes
         return tensordict
+
+    def _look(self, rows: TensorDictBase) -> bool:
+        """Checks the first rows; a subclass says for what. Returns whether they are enough."""
+        return True
+
+    def _consult_storage(self) -> None:
+        """Takes what a row looks like from the storage of the buffer that writes.
+
+        What was learned from rows that were refused later on, and so never stored, is forgotten.
+        """
+        buffer = _compat.buffer_at_work("extend", "add", "__setitem__")
+        if buffer is None or isinstance(buffer, ReplayBufferEnsemble):
+            return
+        storage = buffer.storage
+        revision = _compat.revision(storage)
+        if self._revision == revision:
+            self._forget()
+        self._revision = None if self._shapes else revision
+        data = _compat.entries(storage) if isinstance(storage, TensorStorage) else None
+        if not self._shapes and data is not None and len(storage) and _compat.writes_last(self):
+            stored = {k: v for k, v in data.items(True, True) if isinstance(v, Tensor)}
+            self._shapes = {key: entry.shape[data.ndim :] for key, entry in stored.items()}
+            self._dtypes = {key: entry.dtype for key, entry in stored.items()}
+            self._needed = [key for key in stored if key not in _WRITTEN]
+            self._dims = data.ndim
 
     def get_extra_state(self) -> dict[str, Any]:
         """What rows look like, so that a restored buffer refuses the same."""
@@ -102,9 +151,26 @@ class RowCheck(Transform):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Goes on from there."""
+        self._forget()
         for name in _LAYOUT:
-            setattr(self, name, state.get(name, type(getattr(self, name))()))
-        self._last = None
+            setattr(self, name, state.get(name, getattr(self, name)))
+
+
+def _check_writer() -> None:
+    """Raises if the buffer that writes would count rows that were never written.
+
+    A new writer starts at position 0 even if its storage already holds rows, and TorchRL then adds
+    the new rows to the storage's length.
+    """
+    buffer = _compat.buffer_at_work("extend", "add")
+    if buffer is not None and not _compat.writes_in_place(buffer):
+        raise ValueError(
+            f"The storage holds {len(buffer.storage)} rows, some of which this buffer has not "
+            "written: its next row would go to another position than the one after them, and "
+            "TorchRL would count rows that were never written. Write through one buffer only; to "
+            "go on after stored rows, make it by make_replay_buffer(..., storage=storage) once "
+            "they are there."
+        )
 
 
 class Augmentation(RowCheck):
@@ -130,12 +196,17 @@ class Augmentation(RowCheck):
         self._argument = argument
         self.generator = generator
 
+    def _look_at_drawn(self, rows: TensorDictBase, takes: str) -> None:
+        """Checks the first batch that is folded, and rows stored without passing this transform."""
+        if not self._paired:
+            self._paired = check_paired(self, rows, takes)
+        if not self._looked:
+            self._look(rows)
+            self._looked = True
+
     def _entries(self, batch: TensorDictBase) -> dict[NestedKey, Tensor]:
         """The entries that are changed, out of a batch."""
-        entries = {key: get_continuous(batch, key, self._argument) for key in self._changed_keys}
-        if not self._shapes:  # the storage was filled before
-            self._shapes = {key: entry.shape[batch.ndim :] for key, entry in entries.items()}
-        return entries
+        return {key: get_continuous(batch, key, self._argument) for key in self._changed_keys}
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         if tensordict is not None:
@@ -154,7 +225,7 @@ class Augmentation(RowCheck):
         """Restores the generator, if there is one, and the rest."""
         super().set_extra_state(state)
         if self.generator is not None and "generator" in state:
-            self.generator.set_state(state["generator"])
+            restore_generator(self.generator, state["generator"])
 
 
 class Fold(Augmentation):
@@ -163,6 +234,8 @@ class Fold(Augmentation):
     Terminal ones, and those that a gate holds back, leave the anchor as it is.
     """
 
+    folds = True
+
     def __init__(
         self,
         mix_keys: Sequence[NestedKey],
@@ -170,9 +243,15 @@ class Fold(Augmentation):
         generator: torch.Generator | None = None,
         argument: str = "mix_keys",
         gates: Sequence[Gate] = (),
+        anchor_keys: Sequence[NestedKey] = (),
     ) -> None:
         super().__init__(mix_keys, argument, generator)
+        self.anchor_keys = as_anchor_keys(anchor_keys, self._changed_keys)
         self.terminated_key = as_keys([terminated_key], "terminated_key")[0]
+        if callable(gates):
+            raise TypeError(
+                f"gates={gates!r} is a single gate; give a list, as in gates=[{gates!r}]."
+            )
         self.gates = tuple(gates)
         for gate in self.gates:
             if not callable(gate):
@@ -180,23 +259,37 @@ class Fold(Augmentation):
                     f"`gates` holds {gate!r}, which is not callable; give gates such as "
                     "Fraction(0.5)."
                 )
+        self._lock = threading.RLock()  # gates count and learn, and prefetching threads share them
 
     def _kept(self, tensordict: TensorDictBase, dims: int) -> Tensor:
         """`[*B, 1 + m]` to boolean `[*B]`: whether the rules keep the anchor as it is."""
         return kept_anchors(tensordict, self.terminated_key, dims)
 
     def _held_back(self, tensordict: TensorDictBase, kept: Tensor) -> Tensor:
-        """The same, and where a gate does."""
-        for gate in self.gates:
-            kept = kept | ~gate(tensordict, self.generator)
+        """Also keeps the anchors that a gate holds back."""
+        if not self.gates:
+            return kept
+        check_measures(self, {type(g).__name__: m for g in self.gates if (m := measure_of(g))})
+        with self._lock:
+            for gate in self.gates:
+                kept = kept | ~gate(tensordict, self.generator)
         return kept
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        check_n_step(self, self.terminated_key)
+        check_n_step(self, self.terminated_key, tensordict)
         if tensordict is not None:
             check_single_rows(tensordict)
             get_entry(tensordict, self.terminated_key)
         return super()._inv_call(tensordict)
+
+    def _look(self, rows: TensorDictBase) -> bool:
+        if self._argument != "mix_keys":
+            return True  # changes something else than transitions
+        agreed = {key for gate in self.gates if isinstance(gate, Same) for key in gate.keys}
+        kept = agreed | set(self.anchor_keys)
+        told = check_discrete(rows, kept)
+        warn_unmixed(self, rows, self._changed_keys, kept, outcomes=True)
+        return told
 
     def get_extra_state(self) -> dict[str, Any]:
         """The state of the generator, and of gates that have one."""
@@ -216,6 +309,13 @@ class Fold(Augmentation):
             if load is not None:
                 load(saved)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lock = threading.RLock()
+
 
 class PairFold(Fold):
     """Folds pairs `[*B, 2]` to `[*B]` by `w * anchor + (1 - w) * partner`; see `PairMixup`.
@@ -228,9 +328,10 @@ class PairFold(Fold):
         """Weights of the given shape, float32."""
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """`[*B, 2]` to `[*B]`; anything else is returned as it is."""
+        """Folds `[*B, 2]` to `[*B]`; rows that were not drawn are returned as they are."""
         if not holds_pairs(tensordict):
-            return tensordict
+            return pass_undrawn(self, tensordict, PAIRS)
+        self._look_at_drawn(tensordict, PAIRS)
         dims = tensordict.ndim - 1
         kept = self._kept(tensordict, dims)
         weight = self._weights(tensordict.shape[:-1], kept.device)
@@ -248,6 +349,20 @@ class PairFold(Fold):
     ) -> dict[NestedKey, Tensor]:
         """Anchors and partners `[*B, ...]` to their mix by weights `[*B, 1]`."""
         return {key: mix(anchor, partner, weight) for key, (anchor, partner) in pairs.items()}
+
+
+def as_anchor_keys(
+    anchor_keys: Sequence[NestedKey], mixed: Sequence[NestedKey]
+) -> tuple[NestedKey, ...]:
+    """Returns the entries that stay the anchor's; raises if one of them is mixed."""
+    keys = as_keys(anchor_keys, "anchor_keys")
+    both = [key for key in keys if key in mixed]
+    if both:
+        names = ", ".join(map(repr, both))
+        raise ValueError(
+            f"`anchor_keys` names {names}, which is mixed; remove it from one of the two."
+        )
+    return keys
 
 
 def check_alpha(alpha: float) -> float:
@@ -274,17 +389,26 @@ def holds_pairs(batch: TensorDictBase) -> bool:
     return batch.ndim >= 2 and batch.shape[-1] == 2
 
 
+def pass_undrawn(fold: Transform, batch: TensorDictBase, takes: str) -> TensorDictBase:
+    """Returns rows that were read by `buffer[:]` and the like; raises for a batch that was drawn.
+
+    A fold that let a drawn batch pass would train on rows that nothing has mixed.
+    """
+    check_drawn(fold, batch, takes)
+    return batch
+
+
 def is_terminal(batch: TensorDictBase, terminated_key: NestedKey, dims: int) -> Tensor:
     """Boolean `[*B]` of that many dimensions: whether any beyond them is a terminal transition."""
     ended = any_feature(get_entry(batch, terminated_key).bool(), dims)
-    nonterminal = batch.get(_NONTERMINAL_KEY, None)
+    nonterminal = batch.get(NONTERMINAL_KEY, None)
     return ended if nonterminal is None else ended | any_feature(~nonterminal.bool(), dims)
 
 
 def kept_anchors(rows: TensorDictBase, terminated_key: NestedKey, dims: int) -> Tensor:
     """`[*B, 1 + m]` rows to boolean `[*B]`: whether the anchor is kept as it is."""
     kept = is_terminal(rows, terminated_key, dims)
-    steps = rows.get(_STEPS_KEY, None)
+    steps = rows.get(STEPS_KEY, None)
     if steps is not None:
         kept = kept | any_feature(steps != steps.narrow(dims, 0, 1), dims)
     return kept
@@ -295,11 +419,17 @@ def restore_rows(
 ) -> Tensor | None:
     """Puts back all entries of the rows `[*B]` of which one has come out non-finite.
 
-    Returns which rows stay changed, or None if all do.
+    Returns which rows stay changed, or None if all do. On the CPU a look at the sum tells in most
+    cases; on a device, where to look is to wait, rows are always chosen.
     """
-    if _sums_finite(list(changed.values())):
-        return None
-    finite = torch.stack([all_finite(entry, dims) for entry in changed.values()]).all(0)
+    entries = list(changed.values())
+    if entries[0].device.type == "cpu":
+        numbers = torch.cat([entry.reshape(-1) for entry in entries])
+        # The sum may overflow by itself, so that "no" asks for a closer look.
+        if math.isfinite(numbers.sum().item()):
+            return None
+    rows = torch.cat([entry.reshape(*entry.shape[:dims], -1) for entry in entries], -1)
+    finite = all_finite(rows, dims)
     choose_rows(finite, changed, original)
     return finite
 
@@ -311,11 +441,6 @@ def choose_rows(
     for key, entry in original.items():
         keep = flags[(...,) + (None,) * (entry.ndim - flags.ndim)]
         changed[key] = torch.where(keep, changed[key], entry)
-
-
-def _sums_finite(entries: list[Tensor]) -> bool:
-    """A quick look by sums; they may overflow by themselves, so "no" asks for a closer look."""
-    return math.isfinite(torch.stack([entry.sum() for entry in entries]).sum().item())
 
 
 def anchors(

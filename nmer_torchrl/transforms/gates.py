@@ -12,9 +12,13 @@ import math
 from typing import Any, Protocol
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
+from torchrl.data.replay_buffers import Sampler, SampleUnit
 
+from nmer_torchrl.checks import is_integer
+from nmer_torchrl.functional import any_feature
+from nmer_torchrl.keys import as_keys, get_entry
 from nmer_torchrl.transforms.schedules import Schedule, check_share
 
 
@@ -37,7 +41,8 @@ class Geometry(Protocol):
     """What measures rows under the metric of a neighbour sampler, such as the sampler itself.
 
     Examples:
-        >>> from nmer_torchrl import DistanceCap, NeighborPairSampler
+        >>> from nmer_torchrl import NeighborPairSampler
+        >>> from nmer_torchrl.transforms import DistanceCap
         >>> sampler = NeighborPairSampler(k=10)  # is one
         >>> cap = DistanceCap(sampler, limit=2.0)
     """
@@ -95,7 +100,7 @@ class DistanceCap:
     """Keeps rows unmixed whose partner, or any of whose partners, is farther than a limit.
 
     Args:
-        geometry: The sampler of the same buffer, whose metric measures.
+        geometry: The sampler or pairing of the same buffer, whose metric measures.
         limit: The greatest distance, above 0. Over Z-scored dimensions, distances grow with the
             root of their number.
 
@@ -129,7 +134,7 @@ class QuantileCap:
     about the tenth of all pairs that lie farthest apart stay unmixed, whatever the distances are.
 
     Args:
-        geometry: The sampler of the same buffer, whose metric measures.
+        geometry: The sampler or pairing of the same buffer, whose metric measures.
         quantile: The share of rows within the limit, above 0 and up to 1.
         window: The number of rows that the quantile is taken of.
 
@@ -144,7 +149,7 @@ class QuantileCap:
             raise ValueError(
                 f"quantile={quantile!r}, but it is a share of rows, above 0 and up to 1."
             )
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        if not is_integer(window) or window < 1:
             raise ValueError(f"window={window!r}, but it is a number of rows, at least 1.")
         self.geometry = geometry
         self.quantile = float(quantile)
@@ -177,6 +182,46 @@ class QuantileCap:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(quantile={self.quantile})"
+
+
+class Same:
+    """Keeps rows unmixed that differ from their partner, or from any of them, in some entries.
+
+    For entries that cannot be mixed, such as discrete actions: leave them out of what is measured
+    and mixed, and mix only rows that agree in them.
+
+    Args:
+        keys: The entries, of any dtype.
+
+    Examples:
+        >>> from nmer_torchrl import NeighborPairSampler, PairMixup
+        >>> values = ["observation", ("next", "observation"), ("next", "reward")]
+        >>> sampler = NeighborPairSampler(k=10, keys=["observation"])
+        >>> fold = PairMixup(0.75, mix_keys=values, gates=[Same("action")])
+    """
+
+    def __init__(self, *keys: NestedKey) -> None:
+        self.keys = as_keys(keys, "keys")
+        if not self.keys:
+            raise ValueError('Same() names no entry; name at least one, as in Same("action").')
+
+    def __call__(self, batch: TensorDictBase, generator: torch.Generator | None) -> Tensor:
+        """See `Gate`."""
+        dims = batch.ndim - 1
+        entries = (get_entry(batch, key) for key in self.keys)
+        return ~torch.stack(
+            [any_feature(entry != entry.narrow(dims, 0, 1), dims) for entry in entries]
+        ).any(0)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.keys))})"
+
+
+def measure_of(gate: Gate) -> Sampler | SampleUnit | None:
+    """Returns the sampler or pairing that a gate, or its schedule, measures or counts by."""
+    schedule = getattr(gate, "share", None)
+    found = getattr(gate, "geometry", None) or getattr(schedule, "sampler", None)
+    return found if isinstance(found, (Sampler, SampleUnit)) else None
 
 
 def _device(batch: TensorDictBase, generator: torch.Generator | None) -> torch.device:

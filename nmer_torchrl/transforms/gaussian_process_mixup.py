@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
+from torchrl.data.replay_buffers import Sampler, SampleUnit
 
+from nmer_torchrl.composition import check_measures
 from nmer_torchrl.functional import combine
 from nmer_torchrl.gaussian_process import GaussianProcess
 from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS, as_roles
@@ -38,12 +40,13 @@ class GaussianProcessMixup(NeighborhoodMixup):
         terminated_key: The flag that keeps a neighbourhood unmixed.
         generator: Source of the weights; `None` uses torch's global one.
         gates: What else keeps neighbourhoods unmixed.
+        anchor_keys: Observations that stay the anchor's without a warning.
 
     Examples:
-        >>> from nmer_torchrl import NeighborhoodSampler
+        >>> from nmer_torchrl.samplers import NeighborhoodSampler
         >>> fold = GaussianProcessMixup(NeighborhoodSampler(k=10), alpha=0.75)
         >>> fold.process
-        GaussianProcess(lengthscale=2.0, noise=0.0001, max_variance=1.0)
+        GaussianProcess(lengthscale=2.0, noise_variance=0.0001, max_variance=1.0)
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class GaussianProcessMixup(NeighborhoodMixup):
         terminated_key: NestedKey = TERMINATED_KEY,
         generator: torch.Generator | None = None,
         gates: Sequence[Gate] = (),
+        anchor_keys: Sequence[NestedKey] = (),
     ) -> None:
         self._roles = as_roles(keys, value_keys)
         super().__init__(
@@ -65,6 +69,7 @@ class GaussianProcessMixup(NeighborhoodMixup):
             mix_keys=(*keys, *value_keys),
             terminated_key=terminated_key,
             gates=gates,
+            anchor_keys=anchor_keys,
         )
         self.geometry = geometry
         self.process = GaussianProcess() if process is None else process
@@ -72,6 +77,8 @@ class GaussianProcessMixup(NeighborhoodMixup):
     def _mix(
         self, rows: TensorDictBase, entries: dict[NestedKey, Tensor], weight: Tensor
     ) -> tuple[dict[NestedKey, Tensor], Tensor]:
+        if isinstance(self.geometry, (Sampler, SampleUnit)):
+            check_measures(self, {"geometry": self.geometry})
         roles, shape = self._roles, rows.shape
         inputs = (*roles.observations, *roles.actions)
         mixed = {key: combine(entries[key], weight) for key in inputs}

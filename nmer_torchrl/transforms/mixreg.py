@@ -10,12 +10,16 @@ from tensordict import NestedKey, TensorDictBase
 from nmer_torchrl.functional import mix, sample_beta
 from nmer_torchrl.keys import POINT_KEYS
 from nmer_torchrl.transforms.base import (
+    PAIRS,
     Augmentation,
+    as_anchor_keys,
     check_alpha,
     check_single_rows,
     holds_pairs,
+    pass_undrawn,
     restore_rows,
 )
+from nmer_torchrl.transforms.entries import check_discrete, warn_unmixed
 
 
 class MixReg(Augmentation):
@@ -45,6 +49,7 @@ class MixReg(Augmentation):
     Keyword Args:
         generator: Source of weights and members; `None` uses torch's global one.
         mix_keys: The inputs.
+        anchor_keys: Observations that stay unmixed without a warning.
 
     Examples:
         >>> import torch
@@ -57,20 +62,25 @@ class MixReg(Augmentation):
         True
     """
 
+    folds = True
+
     def __init__(
         self,
         alpha: float = 0.2,
         *,
         generator: torch.Generator | None = None,
         mix_keys: Sequence[NestedKey] = POINT_KEYS,
+        anchor_keys: Sequence[NestedKey] = (),
     ) -> None:
         super().__init__(mix_keys, "mix_keys", generator)
+        self.anchor_keys = as_anchor_keys(anchor_keys, self._changed_keys)
         self.alpha = check_alpha(alpha)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """`[*B, 2]` to `[*B]`; anything else is returned as it is."""
+        """Folds `[*B, 2]` to `[*B]`; rows that were not drawn are returned as they are."""
         if not holds_pairs(tensordict):
-            return tensordict
+            return pass_undrawn(self, tensordict, PAIRS)
+        self._look_at_drawn(tensordict, PAIRS)
         shape, dims = tensordict.shape[:-1], tensordict.ndim - 1
         pairs = {key: entry.unbind(dims) for key, entry in self._entries(tensordict).items()}
         device = next(iter(pairs.values()))[0].device
@@ -94,6 +104,10 @@ class MixReg(Augmentation):
         if tensordict is not None:
             check_single_rows(tensordict)
         return super()._inv_call(tensordict)
+
+    def _look(self, rows: TensorDictBase) -> bool:
+        warn_unmixed(self, rows, self._changed_keys, self.anchor_keys, outcomes=False)
+        return check_discrete(rows, self.anchor_keys)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(alpha={self.alpha})"

@@ -1,18 +1,161 @@
-"""What a fold asks of TorchRL's `MultiStepTransform` beside it."""
+"""n-step rows: storing those of several environments, and what TorchRL's transform asks for."""
 
 from __future__ import annotations
 
-from tensordict import NestedKey, unravel_key
+from typing import NamedTuple
+
+import torch
+from tensordict import NestedKey, TensorDictBase, unravel_key
+from torch import Tensor
 from torchrl.envs.transforms import MultiStepTransform, Transform
 
 from nmer_torchrl import _compat
+from nmer_torchrl.functional import any_feature
+
+# MultiStepTransform writes these.
+STEPS_KEY = "steps_to_next_obs"
+NONTERMINAL_KEY = "nonterminal"
+_ORDER = "transform=Compose(fold, FlattenRows(), MultiStepTransform(...))"
 
 
-def check_n_step(fold: Transform, terminated_key: NestedKey) -> None:
-    """Raises if rows of the buffer's n-step transform would not tell which of them are terminal."""
-    for transform in _compat.transforms_beside(fold):
-        if not isinstance(transform, MultiStepTransform):
+class FlattenRows(Transform):
+    """Stores rows that come as `[envs, steps]` one by one.
+
+    A buffer of pairs stores single rows. In front of this transform, `MultiStepTransform` gets the
+    rows of each environment apart and computes their n-step returns; behind it they are flat. A
+    write passes the transforms of a buffer from the last to the first, so append this one first and
+    `MultiStepTransform` after it. Without `MultiStepTransform` it saves `data.reshape(-1)`, as
+    where a collector writes to the buffer by itself. Batches pass unchanged.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+        >>> buffer = TensorDictReplayBuffer(
+        ...     storage=LazyTensorStorage(10), transform=FlattenRows(), batch_size=4
+        ... )
+        >>> _ = buffer.extend(TensorDict(x=torch.zeros(2, 3), batch_size=[2, 3]))
+        >>> len(buffer)
+        6
+    """
+
+    folds = False
+
+    def __init__(self) -> None:
+        super().__init__(in_keys=[], out_keys=[])
+        self._order = TimeOrder()
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Returns the batch as it is."""
+        return tensordict
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        """Flattens what is about to be stored; `None` where an n-step transform waits for more."""
+        if tensordict is None:
+            return None
+        for transform in _n_step_transforms(self):
+            if tensordict.ndim > 1 and not _is_n_step(tensordict):
+                raise ValueError(
+                    "FlattenRows would join the rows of different environments before "
+                    "MultiStepTransform gets them; append MultiStepTransform after FlattenRows, as "
+                    f"in {_ORDER}."
+                )
+            self._order.check(tensordict, transform)
+        return tensordict.reshape(-1) if tensordict.ndim > 1 else tensordict
+
+
+class TimeOrder:
+    """Checks that rows which an n-step transform joins follow each other in time.
+
+    A row follows another if it starts from the observation that the other leads to, or if the other
+    ends an episode. Rows of several environments in one dimension do not, and neither do rows of
+    different rollouts that were cut off without an end. The rows of one call are also compared with
+    those of the calls before.
+    """
+
+    def __init__(self) -> None:
+        self._last: _Steps | None = None  # the rows that the next ones are compared with
+        self._n = 0  # how far these look ahead
+
+    def check(self, rows: TensorDictBase, transform: MultiStepTransform) -> None:
+        """Raises if the rows `[*B, T]` are not in the order of time along the last dimension."""
+        dim = rows.ndim - 1
+        steps = _read_steps(rows, transform) if rows.ndim else None
+        if steps is None:
+            return
+        n = 1
+        if _is_n_step(rows):  # the transform has these rows already, whether or not they are stored
+            n = transform.n_steps
+            if self._last is not None and self._n == n:
+                pairs = zip(self._last, steps, strict=True)
+                steps = _Steps(*(torch.cat(pair, dim) for pair in pairs))
+            kept = min(n, steps.ended.shape[dim])
+            self._last = _Steps(*(part.narrow(dim, -kept, kept).clone() for part in steps))
+            self._n = n
+        joined = steps.ended.shape[dim] - n  # rows whose successor is here
+        if joined <= 0:
+            return
+        keeps_first = n == 1 or transform.done_key in transform.done_keys
+        ended = steps.ended.narrow(dim, n - 1 if keeps_first else 0, joined)
+        target, start = steps.target.narrow(dim, 0, joined), steps.start.narrow(dim, n, joined)
+        differs = (target != start) & ~(target.isnan() & start.isnan())
+        far = steps.ahead.narrow(dim, 0, joined) == n
+        if (differs.any(-1) & far & ~ended).any():
+            raise ValueError(
+                "MultiStepTransform joins rows that do not follow each other in time: some do not "
+                "start from the observation that the row before leads to. Extend a new buffer that "
+                f"has {_ORDER} with rows of shape [envs, steps], and where rows are cut off, set "
+                '("next", "done") of the last one to True.'
+            )
+
+
+class _Steps(NamedTuple):
+    """What tells whether rows `[*B, T]` follow each other."""
+
+    start: Tensor  # `[*B, T, d]`, the observations
+    target: Tensor  # `[*B, T, d]`, those that the rows lead to
+    ended: Tensor  # `[*B, T]`, whether an episode ends there
+    ahead: Tensor  # `[*B, T]`, how many steps lead to the target
+
+
+def _read_steps(rows: TensorDictBase, transform: MultiStepTransform) -> _Steps | None:
+    """Reads them from rows; None if there is no end of an episode or nothing to compare."""
+    dims, following = rows.ndim, rows.get("next", None)
+    done = None if following is None else following.get(transform.done_key, None)
+    if following is None or done is None:
+        return None
+    others = {"next", *transform.reward_keys}
+    start, target = [], []
+    for key in rows.keys(True, True):
+        if key in others or (isinstance(key, tuple) and key[0] == "next"):
             continue
+        led_to = following.get(key, None)
+        if isinstance(led_to, Tensor) and led_to.is_floating_point():
+            start.append(rows.get(key).reshape(*rows.shape, -1))
+            target.append(led_to.reshape(*rows.shape, -1))
+    if not start:
+        return None
+    ended = any_feature(done.bool(), dims)
+    ahead = rows.get(STEPS_KEY, None)
+    ahead = torch.ones_like(ended, dtype=torch.int64) if ahead is None else ahead
+    return _Steps(torch.cat(start, -1), torch.cat(target, -1), ended, ahead)
+
+
+def check_time_order(transform: Transform, order: TimeOrder, rows: TensorDictBase) -> None:
+    """Raises if an n-step transform beside this one joins rows of different environments.
+
+    A `FlattenRows` beside it has checked them, before they were flat.
+    """
+    beside = list(_n_step_transforms(transform))
+    if beside and not any(isinstance(t, FlattenRows) for t in _compat.transforms_beside(transform)):
+        order.check(rows, beside[0])
+
+
+def check_n_step(
+    fold: Transform, terminated_key: NestedKey, rows: TensorDictBase | None = None
+) -> None:
+    """Raises if n-step rows of several environments, or terminal ones, would not be told apart."""
+    for transform in _n_step_transforms(fold):
         if transform.n_steps == 1:
             raise ValueError(
                 "MultiStepTransform(n_steps=1) leaves all rows as they are, but marks each as the "
@@ -26,3 +169,20 @@ def check_n_step(fold: Transform, terminated_key: NestedKey) -> None:
                 "be mixed; make it that of the last step by "
                 f"MultiStepTransform(..., done_keys={others})."
             )
+        if rows is not None and rows.ndim > 1:
+            raise ValueError(
+                f"The rows come in a batch of shape {tuple(rows.shape)}, but pairs are drawn from "
+                f"single rows. For n-step returns of each environment use {_ORDER}; do not flatten "
+                "the rows yourself, since MultiStepTransform would join those of different "
+                "environments."
+            )
+
+
+def _n_step_transforms(transform: Transform) -> list[MultiStepTransform]:
+    beside = _compat.transforms_beside(transform)
+    return [other for other in beside if isinstance(other, MultiStepTransform)]
+
+
+def _is_n_step(rows: TensorDictBase) -> bool:
+    """Whether an n-step transform has been over the rows."""
+    return STEPS_KEY in rows

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from nmer_torchrl.functional import all_finite, combine, sample_dirichlet
 from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS
-from nmer_torchrl.transforms.base import Fold, anchors, check_alpha, choose_rows
+from nmer_torchrl.transforms.base import Fold, anchors, check_alpha, choose_rows, pass_undrawn
 from nmer_torchrl.transforms.gates import Gate
+
+_NEIGHBORHOODS = "neighborhoods [B, 1 + m]"
 
 
 class NeighborhoodMixup(Fold):
@@ -34,6 +36,7 @@ class NeighborhoodMixup(Fold):
         mix_keys: Entries to mix.
         terminated_key: The flag that keeps a neighbourhood unmixed.
         gates: What else keeps neighbourhoods unmixed.
+        anchor_keys: Observations that stay the anchor's without a warning.
 
     Examples:
         >>> import torch
@@ -54,14 +57,16 @@ class NeighborhoodMixup(Fold):
         mix_keys: Sequence[NestedKey] = (*POINT_KEYS, *VALUE_KEYS),
         terminated_key: NestedKey = TERMINATED_KEY,
         gates: Sequence[Gate] = (),
+        anchor_keys: Sequence[NestedKey] = (),
     ) -> None:
-        super().__init__(mix_keys, terminated_key, generator, gates=gates)
+        super().__init__(mix_keys, terminated_key, generator, gates=gates, anchor_keys=anchor_keys)
         self.alpha = check_alpha(alpha)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """`[*B, 1 + m]` to `[*B]`; anything else is returned as it is."""
+        """Folds `[*B, 1 + m]` to `[*B]`; rows that were not drawn are returned as they are."""
         if tensordict.ndim < 2:
-            return tensordict
+            return pass_undrawn(self, tensordict, _NEIGHBORHOODS)
+        self._look_at_drawn(tensordict, _NEIGHBORHOODS)
         dims = tensordict.ndim - 1
         kept = self._kept(tensordict, dims)
         weight = sample_dirichlet(

@@ -9,8 +9,10 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from nmer_torchrl.composition import check_measures
 from nmer_torchrl.keys import TERMINATED_KEY, as_keys, get_continuous, get_entry
-from nmer_torchrl.spread import Spread
+from nmer_torchrl.tracking.spread import Spread
+from nmer_torchrl.tracking.standardize import looks_every
 from nmer_torchrl.transforms.base import Augmentation, choose_rows, is_terminal, restore_rows
 
 
@@ -72,11 +74,14 @@ class GaussianNoise(Augmentation):
                     f"{spread.keys}; name the actions among those, or set `action_bounds` to None."
                 )
         self.terminated_key = as_keys([terminated_key], "terminated_key")[0]
+        # By key, least and greatest action on a device so far, and the number of calls.
+        self._extremes: dict[NestedKey, tuple[Tensor, int]] = {}
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Rows `[*B]` to rows `[*B]`; a single row is returned as it is."""
         if not tensordict.ndim:
             return tensordict
+        check_measures(self, {"spread": self.spread})
         std, entries = self.spread.std, self._entries(tensordict)
         if not std:
             raise RuntimeError(
@@ -104,8 +109,20 @@ class GaussianNoise(Augmentation):
         return noisy.clamp(*self.action_bounds)
 
     def _check_action(self, action: Tensor, key: NestedKey) -> None:
+        """Raises if an action is outside; on a device, once in many calls, since it waits."""
         assert self.action_bounds is not None
         low, high = self.action_bounds
+        if action.device.type != "cpu":
+            finite = action.isfinite()
+            seen = torch.stack(
+                [action.where(finite, low).amin(), action.where(finite, high).amax()]
+            )
+            last, calls = self._extremes.get(key, (seen, 0))
+            last = torch.stack([torch.minimum(last[0], seen[0]), torch.maximum(last[1], seen[1])])
+            self._extremes[key] = last, calls + 1
+            if (calls + 1) % looks_every(action.device):
+                return
+            action = last.cpu()
         outside = ((action < low) | (action > high)) & action.isfinite()
         if outside.any():
             raise ValueError(

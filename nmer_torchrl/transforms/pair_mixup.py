@@ -36,6 +36,7 @@ class PairMixup(PairFold):
         terminated_key: The flag that keeps a pair unmixed. A time limit is not a terminal state, so
             this is not `done`.
         gates: What else keeps pairs unmixed, such as `Fraction(0.5)` or a `DistanceCap`.
+        anchor_keys: Observations that stay the anchor's without a warning.
 
     Examples:
         >>> import torch
@@ -58,8 +59,9 @@ class PairMixup(PairFold):
         mix_keys: Sequence[NestedKey] = (*POINT_KEYS, *VALUE_KEYS),
         terminated_key: NestedKey = TERMINATED_KEY,
         gates: Sequence[Gate] = (),
+        anchor_keys: Sequence[NestedKey] = (),
     ) -> None:
-        super().__init__(mix_keys, terminated_key, generator, gates=gates)
+        super().__init__(mix_keys, terminated_key, generator, gates=gates, anchor_keys=anchor_keys)
         self.alpha = check_alpha(alpha)
 
     @property

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from nmer_torchrl.checks import is_number
+
 
 class Schedule(Protocol):
     """A share of rows, from the number of rows drawn so far.
 
     Examples:
-        >>> from nmer_torchrl import Fraction, PairMixup
+        >>> from nmer_torchrl import PairMixup
+        >>> from nmer_torchrl.transforms import Fraction
         >>> fold = PairMixup(0.75, gates=[Fraction(lambda drawn: 1.0 if drawn < 1e6 else 0.5)])
     """
 
@@ -108,13 +111,13 @@ class DensityFraction:
 
 def check_share(name: str, share: float) -> float:
     """Raises if this is no share."""
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+    if not is_number(share) or not 0 <= share <= 1:
         raise ValueError(f"{name}={share!r}, but it is a share of rows: a number from 0 to 1.")
     return float(share)
 
 
 def _check_rows(name: str, rows: float) -> None:
-    if isinstance(rows, bool) or not isinstance(rows, (int, float)) or not rows >= 1:
+    if not is_number(rows) or not rows >= 1:
         raise ValueError(f"{name}={rows!r}, but it is a number of rows, at least 1.")
 
 

@@ -15,7 +15,7 @@ from nmer_torchrl.transforms.base import Augmentation, check_alpha, restore_rows
 class StateMixup(Augmentation):
     """Moves the observation of each row `[*B]` towards its next one: `w * s + (1 - w) * s'`.
 
-    One `w ~ Beta(alpha, alpha)` is drawn for each row and written to `"mixup_weight"`, `[*B, 1]`.
+    One `w ~ Beta(alpha, alpha)` is drawn for each row and written to `"state_weight"`, `[*B, 1]`.
     Everything else stays as it is. This is the state mixup of S4RL (Sinha et al., 2021) as the NMER
     paper compares with it; the source mixes in an offline setting, and averages the values of
     several such copies of a state. Neither has a rule for terminal transitions, and none is needed:
@@ -41,7 +41,7 @@ class StateMixup(Augmentation):
         ...     batch_size=[4],
         ... )
         >>> batch = StateMixup(0.75)(rows)
-        >>> torch.allclose(batch["observation"], (1 - batch["mixup_weight"]).expand(4, 3))
+        >>> torch.allclose(batch["observation"], (1 - batch["state_weight"]).expand(4, 3))
         True
     """
 
@@ -71,7 +71,7 @@ class StateMixup(Augmentation):
         finite = restore_rows(moved, before, tensordict.ndim)
         if finite is not None:
             weight = torch.where(finite.unsqueeze(-1), weight, 1.0)
-        return tensordict.copy().update(moved).set("mixup_weight", weight)
+        return tensordict.copy().update(moved).set("state_weight", weight)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(alpha={self.alpha})"

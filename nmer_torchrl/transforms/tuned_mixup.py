@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
@@ -15,7 +14,7 @@ from torch.nn.functional import mse_loss
 from nmer_torchrl.functional import all_finite
 from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS, as_keys, get_continuous
 from nmer_torchrl.networks import descend, draw_seed, make_mlp
-from nmer_torchrl.transforms.base import holds_pairs
+from nmer_torchrl.transforms.base import PAIRS, holds_pairs, pass_undrawn
 from nmer_torchrl.transforms.pair_mixup import PairMixup
 
 _LEAST = 1e-3  # smallest alpha: weights are 0 or 1 all but always
@@ -46,6 +45,7 @@ class TunedMixup(PairMixup):
         value_keys: Entries that are predicted.
         terminated_key: As in `PairMixup`.
         generator: Source of the weights, and of the seed of the discriminator.
+        anchor_keys: Observations that stay the anchor's without a warning.
 
     Examples:
         >>> import torch
@@ -58,6 +58,8 @@ class TunedMixup(PairMixup):
         (torch.Size([8]), True)
     """
 
+    learns = True
+
     def __init__(
         self,
         alpha: float = 1.0,
@@ -69,6 +71,7 @@ class TunedMixup(PairMixup):
         value_keys: Sequence[NestedKey] = VALUE_KEYS,
         terminated_key: NestedKey = TERMINATED_KEY,
         generator: torch.Generator | None = None,
+        anchor_keys: Sequence[NestedKey] = (),
     ) -> None:
         if not 0 < alpha <= 1:
             raise ValueError(
@@ -86,20 +89,20 @@ class TunedMixup(PairMixup):
             generator=generator,
             mix_keys=(*self._inputs, *self._outputs),
             terminated_key=terminated_key,
+            anchor_keys=anchor_keys,
         )
         self.tolerance, self.lr, self.hidden = tolerance, lr, tuple(hidden)
         self._learner: _Learner | None = None  # made by the first batch, which tells the widths
         self._saved: dict[str, Any] | None = None
-        self._lock = threading.Lock()  # prefetching threads learn one after the other
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """`[*B, 2]` to `[*B]`, and one step of learning; anything else is returned as it is."""
+        """Folds `[*B, 2]` to `[*B]`, and takes one step of learning."""
         if not holds_pairs(tensordict):
-            return tensordict
-        with self._lock, torch.enable_grad():
+            return pass_undrawn(self, tensordict, PAIRS)
+        with self._lock, torch.enable_grad():  # prefetching threads learn in turn
             inputs = _join(tensordict, self._inputs, "keys").flatten(0, -3)
             outputs = _join(tensordict, self._outputs, "value_keys").flatten(0, -3)
-            learner = self._ready(inputs, outputs)
+            learner = self._learner_for(inputs, outputs)
             batch = super().forward(tensordict)
             weight = batch["mixup_weight"].reshape(-1, 1)
             mixed = _join(batch, self._inputs, "keys").flatten(0, -2)
@@ -110,7 +113,7 @@ class TunedMixup(PairMixup):
                 )
         return batch
 
-    def _ready(self, inputs: Tensor, outputs: Tensor) -> _Learner:
+    def _learner_for(self, inputs: Tensor, outputs: Tensor) -> _Learner:
         if self._learner is None:
             # What was saved replaces all of it; nothing is drawn then.
             seed = draw_seed(self.generator) if self._saved is None else 0
@@ -137,12 +140,8 @@ class TunedMixup(PairMixup):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         state["_saved"] = self._saved if self._learner is None else self._learner.state_dict()
-        state["_learner"] = state["_lock"] = None
+        state["_learner"] = None
         return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._lock = threading.Lock()
 
 
 class _Learner:
@@ -151,7 +150,7 @@ class _Learner:
     def __init__(self, layers: nn.Sequential, alpha: float, tolerance: float, lr: float) -> None:
         self.layers, self.tolerance = layers, tolerance
         device = next(layers.parameters()).device
-        self.alpha = torch.tensor(alpha, device=device, requires_grad=True)
+        self.alpha = nn.Parameter(torch.tensor(alpha, device=device))
         self.layers_optimizer = torch.optim.Adam(layers.parameters(), lr=lr)
         self.alpha_optimizer = torch.optim.Adam([self.alpha], lr=lr)
 

@@ -2,7 +2,8 @@
 
     pip install stable-baselines3
     python recipes/benchmarks/baseline.py env=Hopper replay_ratio=1 total_frames=50000
-    python recipes/td3.py env=Hopper replay=uniform replay_ratio=1 total_frames=50000
+    python recipes/td3.py env=Hopper replay=uniform replay_ratio=1 total_frames=50000 \
+        target_interval=2
 
 It takes the same options as `recipes/td3.py`, acts in the same task with equal networks and
 settings, is evaluated from the same starts, and writes the same files, so that `recipes/report.py`
@@ -28,7 +29,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common.config import run_recipe, with_overrides
+from common.config import check_run, run_recipe, with_overrides
 from common.envs import make_env
 from common.errors import UsageError
 from common.evaluate import Evaluator
@@ -63,6 +64,11 @@ class Watch(BaseCallback):
 
 def train(cfg: DictConfig) -> None:
     """One run."""
+    if cfg.target_interval != cfg.policy_delay:
+        raise UsageError(
+            f"target_interval={cfg.target_interval}, but Stable-Baselines3 moves the targets with "
+            f"the actor; give target_interval={cfg.policy_delay}, its policy_delay."
+        )
     if cfg.actor_l2 or cfg.grad_clip is not None or cfg.replay_ratio != int(cfg.replay_ratio):
         raise UsageError(
             f"actor_l2={cfg.actor_l2}, grad_clip={cfg.grad_clip}, replay_ratio={cfg.replay_ratio}: "
@@ -101,6 +107,6 @@ def train(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    ours = ["replay=uniform", "replay.kind=stable-baselines3"]
+    ours = ["replay=uniform", "replay.kind=stable-baselines3", "target_interval=2"]
     sys.argv[1:] = with_overrides(sys.argv[1:], ours)
-    run_recipe(train, "td3")
+    run_recipe(train, "td3", check_run)

@@ -23,8 +23,9 @@ from measure import make_rows, recall, write_table
 from plain import TD3
 from tqdm import tqdm
 
-from nmer_torchrl import RunningStandardizer, make_replay_buffer
+from nmer_torchrl import make_replay_buffer
 from nmer_torchrl.neighbors import NeighborGraph
+from nmer_torchrl.tracking.standardize import RunningStandardizer
 
 K = 10
 

@@ -2,6 +2,7 @@
 
     python recipes/benchmarks/methods.py          # beside uniform sampling
     python recipes/benchmarks/methods.py metrics  # beside the Euclidean metric
+    python recipes/benchmarks/methods.py checks   # beside samples without checks
 
 Rows of the methods have the shapes of HalfCheetah and follow one another in episodes of 1,000. A
 step of the metrics is one row written into a full ring, and a sample. Every neighbour list is made
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,8 @@ from torchrl.data import TensorDictReplayBuffer
 from tqdm import tqdm
 
 from nmer_torchrl import make_replay_buffer
-from nmer_torchrl.buffers import KINDS
+from nmer_torchrl.composition import Guard
+from nmer_torchrl.methods import METHODS
 
 BATCH = 256
 EPISODE = 1_000
@@ -57,7 +61,7 @@ def make_lists(buffer: TensorDictReplayBuffer, name: str) -> None:
 
 def bench_methods(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Time of a sample by every kind."""
-    buffers = {kind: fill(kind, args.rows) for kind in KINDS}
+    buffers = {kind: fill(kind, args.rows) for kind in METHODS}
     calls = {kind: buffer.sample for kind, buffer in buffers.items()}
     times = side_by_side(calls, rounds=args.rounds, repeat=100)
     return [
@@ -96,12 +100,45 @@ def bench_metrics(args: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
+class Unguarded(Guard):
+    """Checks nothing."""
+
+    def check(self, *parts: Any) -> None:
+        """Returns at once."""
+
+
+def bench_checks(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time of a sample with the check of the buffer's composition and without, in short turns."""
+    buffers = {"with": fill("nmer", args.rows), "without": fill("nmer", args.rows)}
+    buffers["without"].sampler._guard = Unguarded()
+    times: dict[str, list[float]] = {name: [] for name in buffers}
+    for turn in tqdm(range(400 * args.rounds), desc="checks", leave=False, mininterval=1):
+        for name in sorted(buffers, reverse=bool(turn % 2)):
+            start = time.thread_time()
+            for _ in range(8):
+                buffers[name].sample()
+            times[name].append((time.thread_time() - start) / 8)
+    first = {name: statistics.quantiles(values, n=4)[0] for name, values in times.items()}
+    ratios = [a / b for a, b in zip(times["with"], times["without"], strict=True)]
+    row: dict[str, Any] = {"rows": args.rows}
+    row |= {f"{name} us": 1e6 * seconds for name, seconds in first.items()}
+    for name, ratio in (
+        ("first quartiles", first["with"] / first["without"]),
+        ("median of turns", statistics.median(ratios)),
+    ):
+        row[f"cost in %, {name}"] = 100 * (ratio - 1)
+    return [row]
+
+
+MEASURES = {"methods": bench_methods, "metrics": bench_metrics, "checks": bench_checks}
+
+
 def main() -> None:
     """Times all in turns."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", choices=("methods", "metrics"), default="methods")
+    parser.add_argument("what", nargs="?", choices=MEASURES, default="methods")
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
@@ -110,8 +147,7 @@ def main() -> None:
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
-    results = (bench_metrics if args.what == "metrics" else bench_methods)(args)
-    write_table(results, args.out / f"{args.what}.csv")
+    write_table(MEASURES[args.what](args), args.out / f"{args.what}.csv")
 
 
 if __name__ == "__main__":

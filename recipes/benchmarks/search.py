@@ -28,8 +28,9 @@ from torchrl.data.replay_buffers import RandomSampler, Storage
 from torchrl.envs.transforms import Transform
 from tqdm import tqdm
 
-from nmer_torchrl import PairStorage, RunningStandardizer, make_replay_buffer
+from nmer_torchrl import PairStorage, make_replay_buffer
 from nmer_torchrl.neighbors import FaissSearch, KeOpsSearch, NeighborGraph, TorchSearch
+from nmer_torchrl.tracking.standardize import RunningStandardizer
 
 TASKS = {"HalfCheetah": (17, 6), "Ant": (105, 8), "Humanoid": (348, 17)}
 K = 10
@@ -45,14 +46,15 @@ def clustered_graph(points: Tensor, scale: Tensor, n: int) -> NeighborGraph:
     make itself, which takes hours for a million rows of Humanoid.
     """
     graph = NeighborGraph(K)
-    graph.write(torch.arange(n), points[:n])
-    graph.query(torch.arange(1), K, scale)  # takes all points into the graph
+    graph.write(torch.arange(n, device=points.device), points[:n])
+    graph.query(torch.arange(1, device=points.device), K, scale)  # takes all points into the graph
     c = graph.candidates
     for start in tqdm(range(0, n, CLUSTER * 64), desc="lists", leave=False, mininterval=1):
-        index = torch.arange(start, min(start + CLUSTER * 64, n) // CLUSTER * CLUSTER)
+        end = min(start + CLUSTER * 64, n) // CLUSTER * CLUSTER
+        index = torch.arange(start, end, device=points.device)
         if not len(index):
             continue
-        rows = (points[index] * scale).float().view(-1, CLUSTER, points.shape[1])
+        rows = (points[index] * scale.to(points.device)).float().view(-1, CLUSTER, points.shape[1])
         distances = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").square_()
         distances.diagonal(dim1=1, dim2=2).fill_(torch.inf)
         best, column = distances.topk(c + 1, largest=False)

@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchrl.data import ReplayBuffer
 
 from common.errors import UsageError
 from common.files import stopped_by_errors, told_of_errors, write_state
+from common.rows import RowFiles
+from nmer_torchrl.generators import restore_generator
+from nmer_torchrl.storages import move_state
 
 FILE = "checkpoint.pt"
 
@@ -36,17 +40,37 @@ class Checkpoint:
 
     def load(self) -> None:
         """Restores every part."""
-        state = read_state(self.path, "start a new run without `resume`")
+        # Rows that have no room in memory pass through it page by page.
+        mapped = any(
+            isinstance(part, ReplayBuffer) and isinstance(part.storage, RowFiles)
+            for part in self.parts.values()
+        )
+        state = read_state(self.path, "start a new run without `resume`", mapped=mapped)
         if missing := self.parts.keys() - state.keys():
             raise UsageError(f"{self.path} lacks {', '.join(sorted(missing))}; start a new run.")
         for name, part in self.parts.items():
+            if isinstance(part, ReplayBuffer):
+                fit_device(part, state[name])
             part.load_state_dict(state[name])
 
 
-def read_state(path: Path, remedy: str) -> dict[str, Any]:
-    """What was saved in a file, of which nothing is executed."""
+def fit_device(buffer: ReplayBuffer, state: dict[str, Any]) -> None:
+    """Moves a buffer's state to its device, which need not be the one that it was saved on.
+
+    TorchRL would leave the rows where they are, and make a generator for the device of before.
+    """
+    state["_storage"] = move_state(state["_storage"], buffer.storage.device)
+    generator = buffer.sampler._rng
+    if state.get("_rng") is not None and generator is not None:
+        restored = torch.Generator(generator.device)
+        restore_generator(restored, state["_rng"][0])
+        state["_rng"] = (restored.get_state(), str(generator.device))
+
+
+def read_state(path: Path, remedy: str, *, mapped: bool = False) -> dict[str, Any]:
+    """What was saved in a file, of which nothing is executed; `mapped` reads it when it is used."""
     try:
-        return torch.load(path, weights_only=True, map_location="cpu")
+        return torch.load(path, weights_only=True, map_location="cpu", mmap=mapped)
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(f"{path} cannot be read as a checkpoint ({reason}); {remedy}.") from None

@@ -41,6 +41,7 @@ def make_collector(
         random_frames=cfg.random_frames,
         stream=stream,
         device=device,
+        storage_device=torch.device(cfg.storage_device),
     )
 
 
@@ -57,7 +58,8 @@ class FrameCollector:
         seed: Of the task.
         random_frames: Number of first frames with uniform actions.
         stream: Where exploration draws from.
-        device: Of the policy and of the rows.
+        device: Of the policy.
+        storage_device: Of the rows; that of the policy unless given.
     """
 
     def __init__(
@@ -69,14 +71,17 @@ class FrameCollector:
         random_frames: int,
         stream: Stream,
         device: torch.device,
+        storage_device: torch.device | None = None,
     ) -> None:
-        self.env, self.policy, self.stream, self.device = env, policy, stream, device
+        self.env, self.policy, self.stream = env, policy, stream
+        self.device, self.storage_device = device, storage_device or device
         self.random_frames = random_frames
         self.frames = 0
         self.episode_return = 0.0
         self.ended: float | None = None  # the return of an episode that ended with the last frame
         self.returns: list[float] = []  # of episodes that ended since someone took them
-        self._observation = self._tensor(env.reset(seed=seed)[0])
+        self._host = _host_memory(2 * env.observation_space.shape[0] + 2, self.storage_device)
+        (self._observation,) = self._upload(env.reset(seed=seed)[0])
 
     def __enter__(self) -> FrameCollector:
         return self
@@ -95,33 +100,40 @@ class FrameCollector:
             if self.frames < self.random_frames:
                 action = 2 * torch.rand(self.env.action_space.shape, device=self.device) - 1
             else:
-                action = self.policy(TensorDict(observation=observation))["action"]
-        after, reward, terminated, truncated, _ = self.env.step(action.cpu().numpy())
-        self._observation = following = self._tensor(after)
+                seen = observation.to(self.device, non_blocking=True)
+                action = self.policy(TensorDict(observation=seen))["action"]
+        chosen = action.cpu()  # the only wait of a frame, for what the device has to do until here
+        after, reward, terminated, truncated, _ = self.env.step(chosen.numpy())
         self.frames += 1
         self.episode_return += float(reward)
-        self.ended = None
+        self.ended, start = None, np.empty(0)
         if terminated or truncated:
             self.ended, self.episode_return = self.episode_return, 0.0
             self.returns.append(self.ended)
-            self._observation = self._tensor(self.env.reset()[0])
-        ends = bool(terminated and not truncated)
-        step = TensorDict(
-            observation=following,
-            reward=torch.tensor([reward], dtype=torch.float32, device=self.device),
-            terminated=torch.tensor([ends], device=self.device),
-        )
+            start = self.env.reset()[0]
+        ends = terminated and not truncated
+        following, rest, start = self._upload(after, np.array([reward, ends]), start)
+        self._observation = following if self.ended is None else start
+        step = TensorDict(observation=following, reward=rest[:1], terminated=rest[1:].bool())
+        action = chosen if self.storage_device.type == "cpu" else action
         return TensorDict(observation=observation, action=action, next=step)
 
-    def _tensor(self, observation: np.ndarray) -> Tensor:
-        """As float32 `[d]`; a copy, since tasks may write into theirs."""
-        return torch.tensor(observation, dtype=torch.float32, device=self.device)
+    def _upload(self, *arrays: np.ndarray) -> tuple[Tensor, ...]:
+        """Copies vectors to where rows are stored as float32, at once and without waiting.
+
+        They go through memory of the host that is used again by the next call. By then the device
+        has read it, since an action was waited for in between.
+        """
+        widths = [len(array) for array in arrays]
+        host = self._host[: sum(widths)]
+        host.copy_(torch.from_numpy(np.concatenate(arrays)))
+        return host.to(self.storage_device, non_blocking=True, copy=True).split(widths)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the episode stands, and what has been counted."""
         return {
             "env": envs.get_state(self.env),
-            "observation": self._observation,
+            "observation": self._observation.clone(),  # alone, without what came with it
             "frames": self.frames,
             "episode_return": self.episode_return,
             "returns": list(self.returns),
@@ -132,9 +144,17 @@ class FrameCollector:
         """Goes on from there, in the middle of the episode where that can be restored."""
         fresh = self.env.reset()[0]
         if "env" in state and envs.set_state(self.env, state["env"]):
-            self._observation = state["observation"].to(self.device)
+            self._observation = state["observation"].to(self.storage_device)
             self.episode_return = state["episode_return"]
         else:
-            self._observation, self.episode_return = self._tensor(fresh), 0.0
+            (self._observation,), self.episode_return = self._upload(fresh), 0.0
         self.frames, self.returns = state["frames"], list(state["returns"])
         self.stream.load_state_dict(state["stream"])
+
+
+def _host_memory(size: int, device: torch.device) -> Tensor:
+    """Returns float32 memory that CUDA can copy from in the background, where there is some."""
+    try:
+        return torch.empty(size, pin_memory=device.type == "cuda")
+    except RuntimeError:  # the system lets no more be pinned: copies are right, and may wait
+        return torch.empty(size)

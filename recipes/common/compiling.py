@@ -1,42 +1,196 @@
-"""Compiled losses: when they are worth it, and whether this machine can make them."""
+"""Compiled and captured updates: when they are worth it, and whether this machine can make them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cache
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from torch import Tensor
+from torch._higher_order_ops import scan  # a loop that torch.compile does not unroll
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from common.errors import UsageError
+from common.losses import Batch
 
 _WORTH = 20_000  # updates from which on compiling, about a minute, pays
+_WARM_UP = 3  # calls before a CUDA graph is captured, in which a function is compiled and tuned
+
+Results = tuple[dict[str, Tensor], Tensor]  # losses by name, and the TD errors of the rows
 
 
-def maybe_compile(cfg: DictConfig, *functions: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """The functions, compiled where `cfg.compile` says so.
+def stack(steps: Iterable[Results]) -> Results:
+    """Stacks the results of gradient steps; a loss may be missing from some of them."""
+    losses, errors = zip(*steps, strict=True)
+    names = dict.fromkeys(name for step in losses for name in step)
+    by_name = {name: torch.stack([s[name] for s in losses if name in s]) for name in names}
+    return by_name, torch.stack(errors)
 
-    With `auto` they are compiled for runs of many updates on CUDA where a compiler works. On a CPU
-    the products take nearly all of the time, and compiled losses were no faster.
+
+def make_steps(step: Callable[..., Results]) -> Callable[..., Results]:
+    """Returns the gradient steps on a block `[K, B]`, one after the other.
+
+    A step is called by the agent's state, which it moves in place, by its batch and noise, and by
+    its own of each of the constants, which are tuples `[K]`.
+    """
+
+    def run(state: Any, block: Batch, noise: Tensor, *constants: tuple[Hashable, ...]) -> Results:
+        rows = zip(block.unbind(), noise.unbind(), *constants, strict=True)
+        return stack(step(state, *row) for row in rows)
+
+    return run
+
+
+def make_loop(step: Callable[..., Results]) -> Callable[..., Results]:
+    """Returns the same as a pure loop, of which `torch.compile` makes one graph without a break.
+
+    Unrolled, the steps would take K times as long to compile. The loop's body is as many steps as
+    the constants take to repeat; what remains of the block follows it.
+    """
+    plain = make_steps(step)
+
+    @torch.no_grad()
+    def run(state: Any, block: Batch, noise: Tensor, *constants: tuple[Hashable, ...]) -> Results:
+        period = find_period(constants, len(noise))
+        loops = len(noise) // period
+        if loops < 2:
+            return plain(state, block, noise, *constants)
+        entries = {name: entry for name, entry in block._asdict().items() if entry is not None}
+        leaves, form = tree_flatten(state)
+        inside, turn = loops * period, [constant[:period] for constant in constants]
+
+        def body(moving: list[Tensor], rows: dict[str, Tensor]) -> tuple[list[Tensor], Results]:
+            moved = [tensor.clone() for tensor in moving]  # a loop changes nothing in place
+            some = Batch(**{name: rows[name] for name in entries})
+            return moved, plain(tree_unflatten(moved, form), some, rows["noise"], *turn)
+
+        rows = {**entries, "noise": noise}
+        rows = {name: x[:inside].unflatten(0, (loops, period)) for name, x in rows.items()}
+        moved, results = scan(body, [x.detach().clone() for x in leaves], rows)
+        for old, new in zip(leaves, moved, strict=True):
+            old.copy_(new)
+        results = tree_map(lambda values: values.flatten(0, 1), results)
+        if inside == len(noise):
+            return results
+        rest = Batch(**{name: entry[inside:] for name, entry in entries.items()})
+        tail = [constant[inside:] for constant in constants]
+        return join(results, plain(state, rest, noise[inside:], *tail))
+
+    return run
+
+
+def join(first: Results, second: Results) -> Results:
+    """Returns the results of some steps and of those after them; losses may be missing."""
+    losses = {
+        name: torch.cat([part[name] for part in (first[0], second[0]) if name in part])
+        for name in {**first[0], **second[0]}
+    }
+    return losses, torch.cat([first[1], second[1]])
+
+
+def find_period(constants: tuple[tuple[Hashable, ...], ...], count: int) -> int:
+    """Returns the number of steps after which all constants `[count]` repeat."""
+    for period in range(1, count):
+        if all(c[period:] == c[: count - period] for c in constants):
+            return period
+    return count
+
+
+def maybe_compile(cfg: DictConfig, step: Callable[..., Results]) -> Callable[..., Results]:
+    """Returns the gradient steps on a block, compiled as a whole where `cfg.compile` says so.
+
+    Losses, gradients, optimizer and targets of all steps become one function without a break.
+    """
+    if not is_worth_it(cfg):
+        return make_steps(step)
+    # Blocks may differ in length, and in which steps move the actor: a graph for each.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(make_loop(step), fullgraph=True, dynamic=False)
+
+
+def maybe_capture(cfg: DictConfig, update: Callable[..., Results]) -> Callable[..., Results]:
+    """Returns the update of a block, run as a CUDA graph where its steps are compiled for CUDA."""
+    on_cuda = torch.device(cfg.device).type == "cuda"
+    return Captured(update) if on_cuda and is_worth_it(cfg) else update
+
+
+def is_worth_it(cfg: DictConfig) -> bool:
+    """Returns whether to compile: as `cfg.compile` says, or for long runs on CUDA if that works.
+
+    On a CPU compiling gains little, since the products take nearly all of the time.
     """
     updates = (cfg.total_frames - cfg.random_frames) * cfg.replay_ratio
-    pays = cfg.compile is True or (torch.device(cfg.device).type == "cuda" and updates >= _WORTH)
-    if cfg.compile is False or not pays:
-        return list(functions)
+    on_cuda = torch.device(cfg.device).type == "cuda"
+    if cfg.compile is False or not (cfg.compile is True or (on_cuda and updates >= _WORTH)):
+        return False
     problem = why_not(cfg.device)
     if problem is not None and cfg.compile is True:
         raise UsageError(
             f"compile=true, but torch.compile does not work here ({problem}); install a C++ "
             "compiler and Python's headers, or leave it out."
         )
-    return [torch.compile(f) if problem is None else f for f in functions]
+    return problem is None
+
+
+class Captured:
+    """Runs the update of a block on CUDA as one graph: a single launch, and no wait for the device.
+
+    For each size of block, and each value of the constants that say which steps do what, the first
+    calls run the update as it is. The next one records it, on memory of its own, and from then on a
+    call copies its arguments there and replays the record. Results are overwritten by the next such
+    call. `tensordict.nn.CudaGraphModule` does the same, but waits for the device before a replay.
+    """
+
+    def __init__(self, update: Callable[..., Results]) -> None:
+        self.update = update
+        self.graphs: dict[Hashable, _Graph] = {}
+
+    def __call__(self, block: Batch, noise: Tensor, *constants: Hashable) -> Results:
+        """Runs the update."""
+        key = (len(noise), *constants)
+        if key not in self.graphs:
+            self.graphs[key] = _Graph(lambda block, noise: self.update(block, noise, *constants))
+        return self.graphs[key](block, noise)
+
+
+class _Graph:
+    """One record of an update."""
+
+    def __init__(self, update: Callable[[Batch, Tensor], Results]) -> None:
+        self.update = update
+        self.calls = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, block: Batch, noise: Tensor) -> Results:
+        self.calls += 1
+        if self.calls <= _WARM_UP:
+            return self._run_aside(block, noise)
+        if self.graph is None:
+            self.block, self.noise = block.clone(), noise.clone()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):  # records, and computes nothing
+                self.results = self.update(self.block, self.noise)
+        self.block.copy_(block)
+        self.noise.copy_(noise)
+        self.graph.replay()
+        return self.results
+
+    def _run_aside(self, block: Batch, noise: Tensor) -> Results:
+        """Runs it on another stream, as calls before a capture must be."""
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            results = self.update(block, noise)
+        here.wait_stream(aside)
+        return results
 
 
 @cache
 def why_not(device: str) -> str | None:
-    """Why torch.compile does not work on this machine, or None if it does."""
+    """Returns why torch.compile does not work on this machine, or None if it does."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it misses CUDA
     try:
         torch.compile(lambda x: x.sin() + 1.0)(torch.ones(8, device=device))

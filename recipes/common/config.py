@@ -8,8 +8,6 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import hydra
 import torch
@@ -18,12 +16,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from common import paper
 from common.directories import place_in_sweep, place_in_wandb_sweep
 from common.errors import UsageError
-
-CONF = Path(__file__).parents[1] / "conf"
+from common.methods import make_method, register_methods
+from common.settings import CONF, check_names, check_values, check_words
 
 
 def _paper(name: str, *, _root_: DictConfig) -> int | float | None:
@@ -39,7 +38,8 @@ def _default_device() -> str:
 
 
 def register_resolvers() -> None:
-    """Makes `${paper:...}`, `${share:...}` and `${default_device:}` known to OmegaConf."""
+    """Makes `${paper:...}`, `${share:...}`, `${default_device:}` and the replay methods known."""
+    register_methods()
     for name, resolver in {
         "paper": _paper,
         "share": _share,
@@ -90,14 +90,20 @@ def run_recipe(
     if shows and "--resolve" not in sys.argv:
         sys.argv.append("--resolve")  # so that the paper's values show
 
+    try:
+        register_methods(sys.argv[1:])
+        check_words(sys.argv[1:], name)
+    except UsageError as error:
+        raise SystemExit(f"{name}.py: {error}") from None
+
     def job(cfg: DictConfig) -> None:
         logging.getLogger("torchrl").setLevel(logging.WARNING)
         warnings.filterwarnings("ignore", module="torchrl|tensordict|gymnasium|glfw")
         task = HydraConfig.get()
         sweep = task.mode == RunMode.MULTIRUN
         try:
-            OmegaConf.resolve(cfg)
-            (validate or check)(cfg)
+            check_names(cfg, name, task.runtime.choices)
+            _resolve_checked(cfg, validate or check)
             trains = "run_dir" in cfg  # rather than measures, and has a directory of its own
             if trains and not sweep:
                 place_in_wandb_sweep(cfg)
@@ -114,38 +120,24 @@ def run_recipe(
     hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(job)()
 
 
-# Smallest value of each number that has one.
-_AT_LEAST: dict[str, float] = {
-    "seed": 0,
-    "total_frames": 1,
-    "random_frames": 1,
-    "replay_ratio": 0,
-    "actor_l2": 0,
-    "buffer_size": 1,
-    "batch_size": 1,
-    "threads": 1,
-    "eval_every": 1,
-    "eval_episodes": 1,
-    "checkpoint_every": 1,
-}
-_AT_LEAST_WITH_RAY: dict[str, float] = {
-    "collector.workers": 1,
-    "collector.frames_per_batch": 1,
-    "collector.cpus": 0.01,
-    "collector.patience": 0,
-}
-_NUMBERS = {"replay_ratio", "actor_l2", "collector.cpus", "collector.patience"}  # others: integers
+def _resolve_checked(cfg: DictConfig, validate: Callable[[DictConfig], None]) -> None:
+    """Checks the settings, then resolves those that depend on others."""
+    try:
+        validate(cfg)
+        OmegaConf.resolve(cfg)
+    except OmegaConfBaseException as error:
+        raise UsageError(str(error).splitlines()[0]) from None
 
 
 def check(cfg: DictConfig) -> None:
     """Raises a `UsageError` for a value that no run could use."""
-    remote = cfg.collector.kind == "ray"
-    for name, least in (_AT_LEAST | (_AT_LEAST_WITH_RAY if remote else {})).items():
-        value = OmegaConf.select(cfg, name)
-        kinds: Any = (int, float) if name in _NUMBERS else int
-        if isinstance(value, bool) or not isinstance(value, kinds) or not value >= least:
-            kind = "a number" if name in _NUMBERS else "an integer"
-            raise UsageError(f"{name}={value}, but it is {kind}, at least {least}.")
+    make_method(cfg.replay)
+    check_run(cfg)
+
+
+def check_run(cfg: DictConfig) -> None:
+    """Does the same without a look at the replay method."""
+    check_values(cfg)
     if cfg.random_frames >= cfg.total_frames:
         raise UsageError(
             f"random_frames={cfg.random_frames} of total_frames={cfg.total_frames} leave no frame "
@@ -156,13 +148,19 @@ def check(cfg: DictConfig) -> None:
             f"eval_every={cfg.eval_every}, but the run has total_frames={cfg.total_frames}; "
             "lower eval_every, or the run is never evaluated."
         )
-    if cfg.compile not in (True, False, "auto"):
-        raise UsageError(f"compile={cfg.compile}; it is true, false or auto.")
-    if cfg.grad_clip is not None and not cfg.grad_clip > 0:
-        raise UsageError(f"grad_clip={cfg.grad_clip}; it is above 0, or null for no clipping.")
-    try:
-        device = torch.device(cfg.device)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"device={cfg.device} is not there ({reason}); try device=cpu.") from None
+    for name in ("device", "storage_device"):
+        try:
+            torch.empty(0, device=torch.device(cfg[name]))
+        except (RuntimeError, AssertionError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+            raise UsageError(f"{name}={cfg[name]} is not there ({reason}); try cpu.") from None
+    if cfg.storage_device not in (cfg.device, "cpu"):
+        raise UsageError(
+            f"storage_device={cfg.storage_device}, but rows are stored on the device of the "
+            f"updates, {cfg.device}, or on the cpu."
+        )
+    if cfg.storage == "memmap" and torch.device(cfg.storage_device).type != "cpu":
+        raise UsageError(
+            f"storage=memmap keeps rows in files of the host, but storage_device is "
+            f"{cfg.storage_device}; add storage_device=cpu."
+        )

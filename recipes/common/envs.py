@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
-from common.dm_control import ControlSuiteTask
 from common.errors import UsageError
 
 
@@ -20,11 +19,10 @@ def make_env(cfg: DictConfig, *, render_mode: str | None = None) -> gymnasium.En
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that v4 is old is why one asks for it
+            if cfg.id.startswith("dm_control/"):
+                import shimmy  # noqa: F401, registers these tasks
             options = {} if render_mode is None else {"render_mode": render_mode}
-            if cfg.get("suite") == "dm_control":
-                env = ControlSuiteTask(cfg.name, **options)
-            else:
-                env = gymnasium.make(cfg.id, disable_env_checker=True, **options)
+            env = gymnasium.make(cfg.id, disable_env_checker=True, **options)
     except (gymnasium.error.Error, ImportError) as error:
         raise UsageError(
             f"The environment {cfg.id} cannot be made: {error} "
@@ -41,9 +39,10 @@ def make_env(cfg: DictConfig, *, render_mode: str | None = None) -> gymnasium.En
             f"{cfg.id} has unbounded actions, which cannot be rescaled to [-1, 1]; "
             "bound them by a wrapper."
         )
-    if isinstance(env.observation_space, gymnasium.spaces.Dict):
-        env = gymnasium.wrappers.FlattenObservation(env)
-    return gymnasium.wrappers.RescaleAction(env, np.float32(-1.0), np.float32(1.0))
+    with np.errstate(over="ignore"):  # of bounds that float32 cannot hold
+        if isinstance(env.observation_space, gymnasium.spaces.Dict):
+            env = gymnasium.wrappers.FlattenObservation(env)
+        return gymnasium.wrappers.RescaleAction(env, np.float32(-1.0), np.float32(1.0))
 
 
 def get_state(env: gymnasium.Env) -> dict[str, Any]:
@@ -55,7 +54,7 @@ def get_state(env: gymnasium.Env) -> dict[str, Any]:
     resumed run then goes on with a new episode.
     """
     task = env.unwrapped
-    state: dict[str, Any] = {"random": json.dumps(task.np_random.bit_generator.state)}
+    state: dict[str, Any] = {"random": json.dumps(_get_random_state(task.np_random))}
     limit = _time_limit(env)
     if limit is not None:
         state["elapsed"] = limit._elapsed_steps
@@ -76,7 +75,7 @@ def get_state(env: gymnasium.Env) -> dict[str, Any]:
 def set_state(env: gymnasium.Env, state: dict[str, Any]) -> bool:
     """Restores what `get_state` returned, after a reset; False if the episode was not in it."""
     task = env.unwrapped
-    task.np_random.bit_generator.state = json.loads(state["random"])
+    _set_random_state(task.np_random, json.loads(state["random"]))
     if "physics" in state:
         import mujoco
 
@@ -92,6 +91,24 @@ def set_state(env: gymnasium.Env, state: dict[str, Any]) -> bool:
     if limit is not None:
         limit._elapsed_steps = state["elapsed"]
     return True
+
+
+def _get_random_state(generator: np.random.Generator | np.random.RandomState) -> dict[str, Any]:
+    """Returns the state of a task's generator; those of dm_control have NumPy's older kind."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    state = generator.get_state(legacy=False)
+    return state | {"state": state["state"] | {"key": state["state"]["key"].tolist()}}
+
+
+def _set_random_state(
+    generator: np.random.Generator | np.random.RandomState, state: dict[str, Any]
+) -> None:
+    """Restores what `_get_random_state` returned."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
 
 
 def _time_limit(env: gymnasium.Env) -> gymnasium.wrappers.TimeLimit | None:

@@ -3,74 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from tensordict import TensorDictBase
-from torchrl.data import PrioritizedSampler, TensorDictReplayBuffer
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import TensorDictReplayBuffer
 
 from common.errors import UsageError
+from common.memory import search_of
+from common.methods import make_method
+from common.rows import RowFiles
 from common.runs import Clock
-from nmer_torchrl import (
-    NeighborPairSampler,
-    ReplayOptimizationSampler,
-    TunedMixup,
-    make_replay_buffer,
-)
+from nmer_torchrl import loop, make_replay_buffer
+from nmer_torchrl.neighbors import DeviceSearch, make_search
 
 
-def make_buffer(cfg: DictConfig, seed: int) -> TensorDictReplayBuffer:
-    """The buffer that `cfg.replay` describes; a run never stores more than its frames."""
+def make_buffer(
+    cfg: DictConfig, seed: int, directory: Path | None = None
+) -> TensorDictReplayBuffer:
+    """The buffer that `cfg.replay` describes; a run never stores more than its frames.
+
+    With `storage=memmap`, rows are in files of the run's directory.
+    """
+    method, capacity = make_method(cfg.replay), min(cfg.buffer_size, cfg.total_frames)
+    place: dict[str, Any] = {"capacity": capacity, "device": cfg.storage_device}
+    if cfg.storage == "memmap" and directory is not None:
+        place = {"storage": RowFiles(capacity, directory)}
     try:
+        if torch.device(cfg.device) != torch.device(cfg.storage_device):
+            name, device = search_of(cfg), torch.device(cfg.device)
+            if name not in (None, "faiss"):  # which is for the CPU
+                search = make_search(name, cfg.replay.get("k", 1), device)
+                method = replace(method, search=DeviceSearch(search, device))
         return make_replay_buffer(
-            **cfg.replay,
-            capacity=min(cfg.buffer_size, cfg.total_frames),
+            method,
+            **place,
             batch_size=cfg.batch_size,
-            device=cfg.device,
-            generator=torch.Generator(cfg.device).manual_seed(seed),
+            generator=torch.Generator(cfg.storage_device).manual_seed(seed),
         )
     except (TypeError, ValueError, ImportError) as error:
         raise UsageError(f"replay={cfg.replay.kind}: {error}") from None
 
 
 def store(buffer: TensorDictReplayBuffer, row: TensorDictBase, ended: float | None) -> None:
-    """Stores a row, and has the neighbour search take it up now rather than at the next draw.
+    """Stores a row, and lets the neighbour search take it up now rather than at the next draw.
 
     `ended` is the return of an episode that ends with it.
     """
     buffer.add(row)  # in two thirds of the time of `extend`
-    if ended is not None and isinstance(buffer.sampler, ReplayOptimizationSampler):
-        buffer.sampler.finish_episode(ended, buffer.storage)
-    if isinstance(buffer.sampler, NeighborPairSampler):
-        nobody = torch.empty(0, dtype=torch.int64, device=row.device)
-        buffer.sampler.neighbors(buffer.storage, nobody)
+    if ended is not None:
+        loop.finish_episode(buffer, ended)
+    loop.synchronize(buffer)
 
 
 def draw(buffer: TensorDictReplayBuffer, batches: int, clock: Clock) -> Iterator[TensorDictBase]:
-    """That many batches. Nothing is stored between them, so one draw serves them all.
+    """Draws the rows of that many batches, all at once, since nothing is stored between them.
 
-    Priorities change with every update, and a tuned alpha with every draw: they ask for one each.
+    Priorities change with every update, and a tuned alpha with every draw: they ask for one draw
+    for each batch.
     """
     if not batches:
         return
-    learns = any(isinstance(transform, TunedMixup) for transform in buffer.transform)
-    if batches == 1 or learns or isinstance(buffer.sampler, PrioritizedSampler):
-        for _ in range(batches):
-            with clock("sample"):
-                batch = buffer.sample()
-            yield batch
-        return
-    with clock("sample"):
-        drawn = buffer.sample(batches * buffer.batch_size).split(buffer.batch_size)
-    yield from drawn
-
-
-def report(buffer: TensorDictReplayBuffer, batch: TensorDictBase) -> None:
-    """Tells samplers that go by them the TD errors of an update, `[B]` under `"td_error"`."""
-    if isinstance(buffer.sampler, PrioritizedSampler):
-        buffer.update_tensordict_priority(batch)
-    elif isinstance(buffer.sampler, ReplayOptimizationSampler):
-        buffer.update_priority(batch["index"], batch["td_error"])
+    for size in [1] * batches if loop.learns(buffer) else [batches]:
+        with clock("sample"):
+            rows = buffer.sample(size * buffer.batch_size)
+        yield rows
 
 
 @torch.no_grad()
@@ -80,9 +80,11 @@ def describe(buffer: TensorDictReplayBuffer, batch: TensorDictBase | None) -> di
     The distance is over Z-scored observation and action, whatever the metric, so that runs compare.
     """
     metrics = {"replay/size": float(len(buffer)), "replay/mixed": 0.0}
-    if batch is None or batch.get("mixup_weight", None) is None:
+    batch = TensorDict() if batch is None else batch
+    weight = batch.get("mixup_weight", batch.get("state_weight", None))
+    if weight is None:
         return metrics
-    mixed = batch["mixup_weight"][:, 0] < 1
+    mixed = weight[:, 0] < 1
     if batch["index"].ndim == 2:
         anchor, partner = batch["index"][:, :1], batch["index"][:, 1:]
         mixed &= (anchor != partner).any(-1)  # a row without a partner is paired with itself

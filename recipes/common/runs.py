@@ -16,12 +16,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
+from torch import Tensor
 from tqdm import tqdm
 
 from common.directories import find_directory
 from common.files import stopped_by_errors, told_of_errors, write_text
 from common.loggers import Logger, check_logger, make_logger
+from common.provenance import describe_source
 
 WINDOW = 11  # evaluations whose mean is the score
 COLUMNS = (
@@ -92,7 +95,8 @@ class Run:
         self.interrupted: int | None = None
         self.seconds = 0.0  # before the last interruption
         self.logger_id: str | None = None
-        self._losses: dict[str, list[float]] = {}  # sum and number since the last row
+        self.sources = [describe_source()]  # more than one if it went on elsewhere
+        self._losses: dict[str, tuple[Tensor, int]] = {}  # sum and number since the last row
         self._started = self._marked = time.perf_counter()
         self._marked_at = (0, 0)  # frames and updates at the last row
         self._marked_clock = dict(self.clock.seconds)
@@ -133,12 +137,18 @@ class Run:
         if self._logger is not None:
             self._logger.close()
 
-    def count(self, frames: int, losses: dict[str, Any] | None) -> None:
-        """Notes one frame and the losses of its last update."""
-        if losses is not None:
-            for name, value in losses.items():
-                total, number = self._losses.get(name, (0.0, 0))
-                self._losses[name] = [total + float(value), number + 1]
+    def note(self, losses: dict[str, Tensor], updates: int) -> None:
+        """Adds up the losses `[n]` of updates on their device; the next row reads the sums."""
+        self.updates += updates
+        for name, values in losses.items():
+            if name not in self._losses:
+                self._losses[name] = (values.new_zeros((), dtype=torch.float64), 0)
+            total, number = self._losses[name]
+            self._losses[name] = (total.add_(values.sum()), number + len(values))
+
+    def count(self, frames: int) -> None:
+        """Notes one frame."""
+        if self.updates:
             self._tell_length(frames)
         self.bar.update(frames - self.bar.n)
 
@@ -151,7 +161,7 @@ class Run:
         if returns:
             row["train/return"] = sum(returns) / len(returns)
         for name, (total, number) in self._losses.items():
-            row[f"train/{name}"] = total / number
+            row[f"train/{name}"] = float(total) / number
         for group in groups:
             row |= group
         row["time/seconds"] = self.seconds + now - self._started
@@ -237,6 +247,7 @@ class Run:
             "updates": self.updates,
             "seconds": round(seconds, 1),
             "versions": {name: version(name) for name in names},
+            "sources": self.sources,
         }
         with stopped_by_errors(self.directory):
             self._write_metrics()
@@ -255,18 +266,24 @@ class Run:
         return {
             "rows": self.rows,
             "updates": self.updates,
-            "losses": self._losses,
+            "losses": {name: [float(total), n] for name, (total, n) in self._losses.items()},
             "marked_at": list(self._marked_at),
             "seconds": self.seconds + time.perf_counter() - self._started,
             "logger_id": self.logger_id,
+            "sources": self.sources,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from there."""
         self.rows, self.updates = list(state["rows"]), state["updates"]
-        self._losses = dict(state["losses"])
+        self._losses = {
+            name: (torch.tensor(total, dtype=torch.float64, device=self.cfg.device), number)
+            for name, (total, number) in state["losses"].items()
+        }
         self._marked_at = tuple(state["marked_at"])
         self.seconds, self.logger_id = state["seconds"], state["logger_id"]
+        before = state.get("sources", [])  # none in checkpoints of version 0.1
+        self.sources = before + [source for source in self.sources if source not in before]
 
 
 def duration(seconds: float) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from nmer_torchrl.generators import seed_from
+
 _NAMES = ("networks", "environment", "exploration", "replay")
 
 
@@ -40,7 +42,7 @@ class Stream:
 
     def _set(self, states: list[torch.Tensor]) -> None:
         torch.set_rng_state(states[0])
-        if self._cuda is not None and len(states) > 1:
+        if self._cuda is not None:
             torch.cuda.set_rng_state(states[1], self._cuda)
 
     def __enter__(self) -> None:
@@ -56,6 +58,16 @@ class Stream:
         return {"stream": self._state, "outside": self._get()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores both."""
-        self._state = state["stream"]
-        self._set(state["outside"])
+        """Restores both; states from another kind of device seed new ones."""
+        self._state = self._fit(state["stream"])
+        self._set(self._fit(state["outside"]))
+
+    def _fit(self, states: list[torch.Tensor]) -> list[torch.Tensor]:
+        """States for the generators of this device."""
+        outside = self._get()
+        if len(states) == len(outside):
+            return states
+        torch.manual_seed(seed_from(states[-1]))  # the last is that of the device that drew
+        fitting = self._get()
+        self._set(outside)
+        return fitting

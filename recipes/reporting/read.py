@@ -55,9 +55,8 @@ class RunData:
 
     @property
     def method(self) -> str:
-        """The replay method; Continuous Transition with a learned alpha is one of its own."""
-        kind = str(self.config["replay.kind"])
-        return f"{kind}-tuned" if self.config.get("replay.tuned") else kind
+        """The replay method."""
+        return str(self.config["replay.kind"])
 
     @property
     def finished(self) -> bool:
@@ -113,6 +112,23 @@ def _plain(value: Any) -> str:
     return str(float(value)) if number else str(value)
 
 
+_RENAMED = {
+    "replay.noise": "replay.noise_variance",
+    "replay.low": "replay.min_factor",
+    "replay.high": "replay.max_factor",
+}
+
+
+def _up_to_date(flat: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config of a run under the present names of the options of `replay`."""
+    flat = {_RENAMED.get(name, name): value for name, value in flat.items()}
+    if flat.pop("replay.tuned", False):
+        flat |= {"replay.kind": "tuned_ct", "replay.first_alpha": flat.pop("replay.alpha", 1.0)}
+    if "replay.alpha" in flat:  # once null for the default
+        flat["replay.alpha"] = flat["replay.alpha"] or 0.75
+    return flat
+
+
 def make_run(source: str, config: Any, rows: Iterable[Mapping[str, Any]]) -> RunData:
     """A run from its config and its rows of metrics, or a `BadRunError`."""
     if not isinstance(config, Mapping):
@@ -120,6 +136,7 @@ def make_run(source: str, config: Any, rows: Iterable[Mapping[str, Any]]) -> Run
     flat = flatten(config)
     groups = {name.rpartition(".")[0] for name in flat}
     flat = {name: flat[name] for name in flat.keys() - groups}  # without a sweep's `replay: nmer`
+    flat = _up_to_date(flat)
     if missing := [name for name in _NEEDED if flat.get(name) is None]:
         raise BadRunError(f"its config has no {', '.join(missing)}")
     rows = list(rows)

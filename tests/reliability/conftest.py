@@ -1,15 +1,12 @@
 import os
-import sys
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
-from pathlib import Path
 
 import pytest
+from recipe_helpers import RECIPES
 from soak import soak as times
 from torch import multiprocessing
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
 IMPORTED = ["pytest", "torchrl.collectors", "td3", "matplotlib.pyplot"]
 IMPORTED += ["gymnasium.envs.mujoco.inverted_pendulum_v5"]
 

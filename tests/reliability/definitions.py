@@ -2,15 +2,15 @@
 
 import torch
 from helpers import MIX_KEYS, distances_to, oracle_distances, oracle_scale
+from oracles import slow_prediction
 from tensordict import TensorDictBase
-from test_interpolation import slow_prediction
 from torch import Tensor
 
 from nmer_torchrl.neighbors import NeighborGraph
 
 TIE = 1e-6  # standard deviations that the default graph, in float32, may not tell apart
 NEAR = ("1nn", "nmer", "per_nmer", "neighborhood", "gp", "interpolated_rewards")
-PAIRS = ("mixup", "1nn", "nmer", "per_nmer", "ct")
+PAIRS = ("mixup", "1nn", "nmer", "per_nmer", "ct", "tuned_ct")
 REWARD, NEXT, ENDED = ("next", "reward"), ("next", "observation"), ("next", "terminated")
 OTHERS = ("identity", ENDED, ("next", "done"))
 
@@ -107,7 +107,7 @@ def _right_partners(kind: str, index: Tensor, stored: Stored, buffer, newest: in
     none = partner == anchor
     others = stored.usable.sum() - stored.usable[anchor].long()
     assert (stored.usable[partner] | none).all()
-    if kind == "ct":
+    if kind in ("ct", "tuned_ct"):
         expected = successors(stored, newest)[anchor]
         assert_equal(partner, torch.where(expected < 0, anchor, expected))
         return 1.0
@@ -121,7 +121,7 @@ def _right_partners(kind: str, index: Tensor, stored: Stored, buffer, newest: in
     assert (missing == (k - there if partner.shape[1] == k and k > 1 else there == 0)).all()
     limit = oracle_distances(stored.points, anchor[:, 0], k, stored.scale)
     limit = limit.masked_fill(limit.isinf(), -1.0).amax(1, keepdim=True)
-    search = buffer.sampler._neighborhood.search
+    search = buffer.sampler.unit.neighborhood.search
     proven = not isinstance(search, NeighborGraph) or search.exact
     reach = limit * (1 + 1e-6) + (0.0 if proven else TIE)
     far = distances_to(stored.points, anchor[:, 0], partner, stored.scale) > reach
@@ -186,7 +186,7 @@ def _check_prediction(row, hood, scale, buffer) -> None:
 
 
 def _check_state(batch, anchor, stored, buffer) -> None:
-    weight, usable = batch["mixup_weight"].double(), stored.usable[batch["index"]]
+    weight, usable = batch["state_weight"].double(), stored.usable[batch["index"]]
     for key in MIX_KEYS[1:]:
         assert_equal(batch[key], anchor[key])
     alone = weight.squeeze(1) == 1
@@ -202,7 +202,7 @@ def _check_state(batch, anchor, stored, buffer) -> None:
 def _check_amplitude(batch, anchor, stored, buffer) -> None:
     factor, fold = batch["amplitude"], buffer.transform[0]
     one = factor == 1
-    assert (one | ((factor >= fold.low) & (factor <= fold.high))).all()
+    assert (one | ((factor >= fold.min_factor) & (factor <= fold.max_factor))).all()
     finite = (torch.cat([anchor["observation"], anchor[NEXT]], 1).abs() <= 1e37).all(1)
     assert one[~finite].all()
     for key in MIX_KEYS:

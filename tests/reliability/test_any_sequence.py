@@ -24,12 +24,12 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from oracles import importance, reference_update
 from soak import soak
-from test_prioritized import importance, reference_update
 from torchrl.data import LazyMemmapStorage
 
 from nmer_torchrl import make_replay_buffer
-from nmer_torchrl.buffers import KINDS
+from nmer_torchrl.methods import METHODS
 from nmer_torchrl.neighbors import NeighborGraph
 
 pytestmark = [
@@ -320,7 +320,7 @@ class AnySequence(RuleBasedStateMachine):
             self.scores.append(nearest_first(stored, index, neighbors))
         else:
             assert_neighbors(stored.points, index, neighbors, stored.scale)
-        statistics = self.buffer.sampler._neighborhood.space.statistics
+        statistics = self.buffer.sampler.unit.neighborhood.space.statistics
         finite = stored.points[stored.usable]
         assert statistics.count == len(finite)
         if len(finite):
@@ -340,7 +340,7 @@ def case(name, *, examples, **attributes):
     return machine
 
 
-for _kind in KINDS:
+for _kind in METHODS:
     globals()[f"Test_{_kind}"] = case(_kind, kind=_kind, examples=8 if _kind in NEAR else 5)
 
 # KeOps compiles a formula for each number of neighbours and dimensions: these share one.

@@ -4,8 +4,8 @@ import pytest
 import torch
 from soak import soak
 
-from nmer_torchrl import RunningStandardizer
-from nmer_torchrl.covariance import RunningCovariance
+from nmer_torchrl.tracking.covariance import RunningCovariance
+from nmer_torchrl.tracking.standardize import RunningStandardizer
 
 UPDATES = soak(1_000_000)  # of rows, of three numbers each
 CHUNK, RING, D = 5_000, 20_000, 3

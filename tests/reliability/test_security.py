@@ -12,19 +12,17 @@ import pytest
 import torch
 from helpers import make_transitions
 from omegaconf import OmegaConf
+from recipe_helpers import SMALL, command, environment, make_config
 from soak import SOAK
-from test_recipe_parts import _only_the_recipes_configs, make_config  # noqa: F401
-from test_recipes import RECIPES, SMALL, command, environment
 
 from nmer_torchrl import make_replay_buffer
-from nmer_torchrl.buffers import KINDS
+from nmer_torchrl.methods import METHODS
 
 from common import checkpoint, directories, experience  # isort: skip
 from common.errors import UsageError  # isort: skip
 from reporting.read import BadRunError, find_runs, make_run, read_directory  # isort: skip
 
-sys.path.append(str(RECIPES / "benchmarks"))  # where its scripts find one another
-import graph
+import graph  # isort: skip
 
 
 class Payload:
@@ -86,7 +84,7 @@ def test_streams_of_the_benchmarks(payload, tmp_path, bench):
 
 
 @EVERY_FORM
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", METHODS)
 def test_samplers_and_transforms_of_a_dump(payload, tmp_path, kind, write):
     buffer = make_replay_buffer(kind, capacity=20, batch_size=4)
     buffer.extend(make_transitions(10))

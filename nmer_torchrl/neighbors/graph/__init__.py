@@ -17,9 +17,10 @@ change their weight. A query then reads the first k entries of a list.
 
 Each list has a reach: no point outside of it is nearer than that. Whatever becomes of a list, its
 reach stays a certificate: it shrinks by the worst that a change of the scale can have done to any
-distance, and to the nearest point that found no room. A list with fewer than k entries within its
-reach is made anew when it is asked for, so that answers are those of brute force under the working
-scale. With `exact=True` they are proven under the very scale of the query, or searched again.
+distance, and to a lower bound of the nearest point that found no room. A list with fewer than k
+entries within its reach is made anew when it is asked for, so that answers are those of brute force
+under the working scale. With `exact=True` they are proven under the very scale of the query, or
+searched again.
 
 `metric.py` measures distances under the working scale, `lists.py` holds the lists, and `graph.py`
 decides what is done when.

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmer_torchrl.neighbors.base import PointTable, as_slice
+from nmer_torchrl.functional import as_rows, fingerprint
+from nmer_torchrl.neighbors.base import PointTable
 from nmer_torchrl.neighbors.exact import nearest, refine
 from nmer_torchrl.neighbors.graph.lists import Lists
 from nmer_torchrl.neighbors.graph.metric import Metric
@@ -20,7 +21,7 @@ _SAMPLE = 1_024  # columns that bound the reach of a row without a list
 _RESCORE = 0.0015  # drift of the scale after which lists are put into order anew
 _REORDER = 0.02  # drift of the scale after which whole lists are put into order, not just heads
 _FACTOR = 5.0  # common factor of two scales, in logarithms, before float32 might overflow
-_STATE = ("_ordered_under", "_stale", "_holes", "_counts")
+_STATE = ("_ordered_under", "_stale", "_counts")
 
 
 class NeighborGraph:
@@ -68,13 +69,14 @@ class NeighborGraph:
         self._lists.clear(self.table.points.device)
         self._waits = torch.empty(0, dtype=torch.bool)  # which positions wait to be inserted
         self._arrivals: list[Tensor] = []  # the same, in order of arrival
+        self._complete = False  # whether every point is known to have a list to rely on
+        self._passed = 0  # queries since it was last looked whether this is so
         self._side: tuple[Tensor, Tensor] | None = None  # see `_arrivals_side`
         self._limits: Tensor | None = None  # see `_thresholds`
         self._sample: Tensor | None = None  # positions all over the table, for first bounds
         self._last: Tensor | None = None  # the scale of the last query
         self._ordered_under = torch.empty(0)  # the scale that whole lists are in order under
         self._stale = False  # whether lists may hold points that have been overwritten
-        self._holes = False  # whether positions may be empty
         self._counts = dict.fromkeys(("inserted", "built", "rescored"), 0)
 
     # -- writing -----------------------------------------------------------------------------------
@@ -83,7 +85,7 @@ class NeighborGraph:
         """See `NeighborSearch.write`."""
         if not len(index):
             return
-        before = self.table.size
+        before, index = self.table.size, index.cpu()
         self.table.write(index, points)
         if len(self._waits) < len(self.table.points) or self._waits.device != points.device:
             self._grow()
@@ -98,8 +100,13 @@ class NeighborGraph:
         self._limits = None
 
     def _replaced(self, index: Tensor, size: int) -> None:
-        """What stands at these positions is new, `size` being taken: it waits to be inserted."""
-        rows = as_slice(index)
+        """What stands at these positions is new, `size` being taken: it waits to be inserted.
+
+        Positions are on the CPU.
+        """
+        self._complete = False
+        rows = as_rows(index, self._waits.device)
+        index = index.to(self._waits.device, non_blocking=True)
         waiting = stale = False
         if not isinstance(rows, slice) or rows.start < size:
             waiting = bool(self._waits[rows].any())
@@ -108,8 +115,6 @@ class NeighborGraph:
             self._stale |= stale
             self._metric.norms[rows] = torch.inf
             self._lists.forget(rows)
-        if not self.table.valid[rows].all():
-            self._holes = True
         fresh = index[~self._waits[rows]] if waiting else index
         if len(fresh):
             self._arrivals.append(fresh)
@@ -129,7 +134,7 @@ class NeighborGraph:
     def _insert(self, arrivals: Tensor) -> None:
         """Takes arrivals out of the lists that hold what they replaced, and offers them to all."""
         self._arrivals, self._side, self._sample = [], None, None
-        self._waits[arrivals] = False
+        self._waits[arrivals] = self._complete = False
         if self._stale:
             self._renew(self._lists.remove(arrivals, self.table.size))
             self._stale = False
@@ -149,6 +154,15 @@ class NeighborGraph:
 
     def _build(self, index: Tensor) -> None:
         """Makes the lists that are asked for and missing, and others with them to fill a block."""
+        if self._complete:
+            return
+        self._passed += len(index)
+        if self._passed >= self.table.size and not self._arrivals:  # likely all have been made
+            points, self._passed = self.table.size, 0
+            missing = self.table.valid[:points] & ~self._lists.listed[:points]
+            self._complete = not bool(missing.any())
+            if self._complete:
+                return
         listed = self._lists.listed.index_select(0, index)
         if listed.all():
             return
@@ -237,6 +251,7 @@ class NeighborGraph:
 
     def _rescore(self, scale: Tensor) -> None:
         """Puts all lists into order under another scale."""
+        self._complete = False
         worst = float((scale / self._metric.scale).min()) ** 2 * self._metric.safety()
         self._metric.work_under(scale)
         self._side = self._limits = None
@@ -255,6 +270,8 @@ class NeighborGraph:
         self._follow(scale)
         if self._arrivals and len(self._waiting()) >= _BLOCK:
             self._insert(self._waiting())
+        if not len(index):  # all that there was to do has been done
+            return index.new_empty((0, k))
         if k > (self.candidates if self.exact else self.k):
             return self._brute_force(index, k, scale)
         return self._prove(index, k, scale) if self.exact else self._answer(index, k)
@@ -265,7 +282,7 @@ class NeighborGraph:
         found = self._lists.positions[:, :k].index_select(0, index).long()  # faster than brackets
         if self._arrivals:
             found = self._with_arrivals(index, found)
-        if self._holes:
+        if self.table.holes:
             found = found.masked_fill(~self.table.valid[index].unsqueeze(1), -1)
         return found
 
@@ -287,32 +304,37 @@ class NeighborGraph:
         doubtful = distances.amin(0) < self._thresholds().index_select(0, index)
         if self._stale:
             doubtful |= self._waits.take(found).any(1)
-        rows = doubtful.nonzero().squeeze(1)
-        if len(rows):
-            index, waiting = index.index_select(0, rows), self._waiting()
-            arrivals = waiting.expand(len(rows), -1)
-            listed, known = self._candidates(index)
-            new = _differences(self._metric.centered(index), self._metric.centered(waiting))
-            absent = arrivals == index.unsqueeze(1)
-            if self._holes:
-                absent |= ~self.table.valid[arrivals]
-            new.masked_fill_(absent, torch.inf)
-            best, merged = nearest(torch.cat([known, new], 1), torch.cat([listed, arrivals], 1), k)
-            if self._stale:
-                beyond = best[:, -1] > self._lists.reach.index_select(0, index)
-                if beyond.any() and self.table.valid[index[beyond]].any():
-                    # Overwriting has left too few within reach: no more waiting.
-                    self._insert(self._waiting())
-                    return self._answer(asked, k)
-            found.index_copy_(0, rows, merged)
-        return found
+        # On a device all rows are compared, since to know which are in doubt is to wait for it.
+        rows = None if index.device.type != "cpu" else doubtful.nonzero().squeeze(1)
+        if rows is not None:
+            if not len(rows):
+                return found
+            index, doubtful = index.index_select(0, rows), doubtful.index_select(0, rows)
+        waiting = self._waiting()
+        arrivals = waiting.expand(len(index), -1)
+        listed, known = self._candidates(index)
+        new = _differences(self._metric.centered(index), self._metric.centered(waiting))
+        absent = arrivals == index.unsqueeze(1)
+        if self.table.holes:
+            absent |= ~self.table.valid[arrivals]
+        new.masked_fill_(absent, torch.inf)
+        best, merged = nearest(torch.cat([known, new], 1), torch.cat([listed, arrivals], 1), k)
+        if self._stale:
+            beyond = best[:, -1] > self._lists.reach.index_select(0, index)
+            if (beyond & doubtful & self.table.valid[index]).any():
+                # Overwriting has left too few within reach: no more waiting.
+                self._insert(self._waiting())
+                return self._answer(asked, k)
+        if rows is None:
+            return torch.where(doubtful.unsqueeze(1), merged, found)
+        return found.index_copy_(0, rows, merged)
 
     def _arrivals_side(self) -> tuple[Tensor, Tensor]:
         """The arrivals' side, as of `Metric.left`, of lower bounds on distances."""
         if self._side is None:
             arrivals = self._waiting()
             norms, left = self._metric.left(arrivals)
-            if self._holes:
+            if self.table.holes:
                 norms.masked_fill_(~self.table.valid[arrivals], torch.inf)
             self._side = norms.unsqueeze(1), left
         return self._side
@@ -401,9 +423,10 @@ class NeighborGraph:
         self._waits.zero_()[: len(then)] = state["waits"]
         self._arrivals = [state["arrivals"].to(now.device)] if len(state["arrivals"]) else []
         self._sample = self._last = self._limits = None
+        self._complete = False
         changed = torch.ones(len(now), dtype=torch.bool, device=now.device)
         changed[: len(then)] = ~same
-        self._replaced(changed.nonzero().squeeze(1), len(now))
+        self._replaced(changed.nonzero().squeeze(1).cpu(), len(now))
 
     def _fits(self, state: dict[str, Any]) -> bool:
         """Whether a saved state is of this version, width and length of lists."""
@@ -418,11 +441,7 @@ class NeighborGraph:
     def _fingerprints(self) -> Tensor:
         """Integers `[size]` that tell points from one another, whatever the device."""
         points, valid = self.table.rows()
-        generator = torch.Generator().manual_seed(0)
-        weights = torch.randint(2**62, points.shape[1:], generator=generator).to(points.device)
-        bits = points.view(torch.int32 if points.dtype == torch.float32 else torch.int64)
-        rows = [(chunk * weights).sum(1) for chunk in bits.split(8_192)]
-        return torch.cat(rows).masked_fill_(~valid, -1) if rows else weights[:0]
+        return fingerprint(points).masked_fill_(~valid, -1)
 
 
 def _make_graph(k: int, candidates: int, exact: bool) -> NeighborGraph:

@@ -12,15 +12,16 @@ from nmer_torchrl.neighbors.exact import nearest
 from nmer_torchrl.neighbors.graph.metric import Metric
 
 # What is kept for each point, and its value where there is nothing.
-_EMPTY = {"positions": -1, "distances": math.inf, "reach": 0.0, "listed": False}
+_EMPTY = {"positions": -1, "distances": math.inf, "slack": 1.0, "reach": 0.0, "listed": False}
 
 
 class Lists:
     """For each point the positions `[n, C]` of others near it, nearest first, padded with -1.
 
-    `distances` `[n, C]` are theirs, squared. `reach` `[n]`: no point outside of the list is nearer
-    than that, squared. `listed` `[n]`: whether the list can be relied on, since its first k entries
-    are within reach.
+    `distances` `[n, C]` are theirs, squared; after a small drift of the scale those at the end of a
+    list are estimates. `slack` `[n]`: no true distance is below this share of the one written down.
+    `reach` `[n]`: no point outside of the list is nearer than that, squared. `listed` `[n]`:
+    whether the list can be relied on, since its first k entries are within reach.
     """
 
     def __init__(self, k: int, candidates: int) -> None:
@@ -36,6 +37,7 @@ class Lists:
         shape = (size, self.candidates)
         self.positions = torch.empty(shape, dtype=torch.int32, device=device)
         self.distances = torch.empty(shape, device=device)
+        self.slack = torch.empty(size, device=device)
         self.reach = torch.empty(size, device=device)
         self.listed = torch.empty(size, dtype=torch.bool, device=device)
         self.forget(slice(None))
@@ -78,6 +80,7 @@ class Lists:
             bound[target] = torch.minimum(bound[target], left_out)
         self.positions[rows] = positions[:, :-1].int()
         self.distances[rows] = distances[:, :-1]
+        self.slack[rows] = 1.0
         self.reach[rows] = torch.minimum(distances[:, -1], bound)
         self.listed[rows] = True
 
@@ -98,7 +101,9 @@ class Lists:
         positions = torch.cat([self.positions[target], offered.int()], 1)
         best, positions = nearest(distances, positions, self.candidates + 1)
         self.distances[target], self.positions[target] = best[:, :-1], positions[:, :-1]
-        self.reach[target] = torch.minimum(self.reach[target], best[:, -1])
+        # The nearest of those that find no room may be an estimate: the reach needs a lower bound.
+        least = best[:, -1] * self.slack[target]
+        self.reach[target] = torch.minimum(self.reach[target], least)
         return target
 
     def remove(self, gone: Tensor, size: int) -> Tensor:
@@ -124,8 +129,10 @@ class Lists:
     def rescore(self, size: int, head: int, metric: Metric, *, worst: float) -> None:
         """Puts the first `head` entries of the first `size` lists into the metric's order.
 
-        The rest of each list is taken to have changed as distances have on the whole. None has
-        fallen below `worst` of what it was, which is what is left of a reach.
+        The rest of each list is estimated to have changed by the mean factor. No distance has
+        fallen below `worst` of what it was, so a reach keeps that share, and an estimate is at most
+        `factor / worst` times the true distance. Such errors multiply until the whole list is
+        measured again; the slack is the reciprocal of their product.
         """
         before = after = 0.0
         for rows in torch.arange(size, device=self.positions.device).split(8_192):
@@ -137,6 +144,11 @@ class Lists:
             self.positions[rows, :head] = positions.gather(1, order).int()
         factor = after / before if before > 0 else 1.0
         self.distances[:, head:].mul_(factor)
+        if head < self.candidates:
+            # At most 1: a list may also hold distances that are measured, not estimated.
+            self.slack.mul_(worst / factor if factor else 1.0).clamp_max_(1.0)
+        else:
+            self.slack.fill_(1.0)
         self.reach.mul_(worst)
         self.listed &= self.distances[:, self.k - 1] <= self.reach
 

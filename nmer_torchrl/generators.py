@@ -1,0 +1,38 @@
+"""States of random generators, across devices."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+def restore_generator(generator: torch.Generator, state: Tensor) -> None:
+    """Has a generator go on from a saved state.
+
+    A state that was saved on another kind of device means nothing to it. It then seeds the
+    generator: the same state always leads to the same numbers.
+
+    Examples:
+        >>> saved = torch.Generator().manual_seed(3).get_state()
+        >>> generator = torch.Generator()
+        >>> restore_generator(generator, saved)
+        >>> generator.initial_seed()
+        3
+    """
+    try:
+        generator.set_state(state)
+    except RuntimeError:  # torch tells states apart by their size
+        generator.manual_seed(seed_from(state))
+
+
+def seed_from(state: Tensor) -> int:
+    """A seed, at least 0 and below 2**63, that depends on every byte of a state.
+
+    Examples:
+        >>> seed_from(torch.zeros(16, dtype=torch.uint8))
+        7696292205685908379
+    """
+    digest = hashlib.sha256(state.numpy().tobytes()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

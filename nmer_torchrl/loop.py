@@ -1,0 +1,95 @@
+"""What a training loop tells a replay buffer besides its rows.
+
+Most methods need none of it. `synchronize` and `finish_episode` call the method of that name of the
+buffer's sampler and of its pairing, where there is one. `report_errors` calls `update_priority` of
+the sampler. So a loop that calls these functions serves every method, and a sampler of your own
+takes part by having such a method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl.data import PrioritizedSampler, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import Sampler
+
+from nmer_torchrl import _compat
+
+
+def synchronize(buffer: TensorDictReplayBuffer) -> None:
+    """Takes up newly written rows at once instead of at the next draw.
+
+    A neighbour search then works while rows come in, and a draw waits for less. Batches are the
+    same either way.
+
+    Examples:
+        >>> from nmer_torchrl import make_replay_buffer
+        >>> buffer = make_replay_buffer("nmer", capacity=1_000, batch_size=32)
+        >>> synchronize(buffer)
+    """
+    if len(buffer):
+        for take_up in _methods(buffer, "follow", "synchronize"):
+            take_up(buffer.storage)
+
+
+def finish_episode(buffer: TensorDictReplayBuffer, episode_return: float) -> None:
+    """Tells a buffer that a training episode has ended with this return.
+
+    Examples:
+        >>> from nmer_torchrl import make_replay_buffer
+        >>> buffer = make_replay_buffer("ero", capacity=1_000, batch_size=32)
+        >>> finish_episode(buffer, 12.5)
+    """
+    for finish in _methods(buffer, "finish_episode"):
+        finish(episode_return, buffer.storage)
+
+
+def report_errors(buffer: TensorDictReplayBuffer, batch: TensorDictBase, errors: Tensor) -> None:
+    """Tells a buffer the absolute TD errors `[B]` of a batch that it drew.
+
+    Priorities follow them. Samplers without priorities are told nothing.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from nmer_torchrl import make_replay_buffer
+        >>> buffer = make_replay_buffer("per", capacity=4, batch_size=2)
+        >>> _ = buffer.extend(TensorDict(x=torch.randn(4, 3), batch_size=[4]))
+        >>> report_errors(buffer, buffer.sample(), torch.tensor([0.5, 2.0]))
+    """
+    sampler = buffer.sampler
+    if isinstance(sampler, PrioritizedSampler):
+        buffer.update_tensordict_priority(batch.set(buffer.priority_key, errors))
+    elif type(sampler).update_priority is not Sampler.update_priority:
+        index = batch["index"]
+        anchors = index if _compat.unit_of(buffer) is None else index[:, 0]
+        buffer.update_priority(anchors, errors)
+
+
+def learns(buffer: TensorDictReplayBuffer) -> bool:
+    """Returns whether what a buffer draws depends on the updates made so far.
+
+    If not, a loop may draw all batches of a frame at once. A sampler, pairing or transform says so
+    by an attribute `learns`; samplers of priorities always do.
+
+    Examples:
+        >>> from nmer_torchrl import make_replay_buffer
+        >>> kinds = ("nmer", "per_nmer")
+        >>> [learns(make_replay_buffer(kind, capacity=9, batch_size=3)) for kind in kinds]
+        [False, True]
+    """
+    parts = [buffer.sampler, _compat.unit_of(buffer), *_compat.leaves(buffer.transform)]
+    prioritized = isinstance(buffer.sampler, PrioritizedSampler)
+    return prioritized or any(getattr(part, "learns", False) for part in parts)
+
+
+def _methods(buffer: TensorDictReplayBuffer, *names: str) -> Iterator[Any]:
+    """Yields the first of these methods that the sampler has, and that the sample unit has."""
+    for part in (buffer.sampler, _compat.unit_of(buffer)):
+        found = (getattr(part, name, None) for name in names)
+        method = next((method for method in found if method is not None), None)
+        if method is not None:
+            yield method

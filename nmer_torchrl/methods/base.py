@@ -1,0 +1,96 @@
+"""What a method is: its options, and the parts of a replay buffer that it makes of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Generic, TypeVar
+
+from torchrl.data import TensorDictReplayBuffer
+from torchrl.data.replay_buffers import Sampler
+from torchrl.envs.transforms import Transform
+
+S = TypeVar("S", bound=Sampler)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(ABC, Generic[S]):
+    """A replay method: who is drawn, and what becomes of it.
+
+    A method is a frozen dataclass. Its fields are its options with their defaults; a field that
+    `option` declares is checked. `S` is the type of its sampler, so that type checkers know
+    `buffer.sampler`.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> from nmer_torchrl import NeighborPairSampler, PairMixup, make_replay_buffer
+        >>> from nmer_torchrl.checks import POSITIVE
+        >>> from nmer_torchrl.methods import Method, option
+        >>> @dataclass(frozen=True)
+        ... class Closest(Method[NeighborPairSampler]):
+        ...     alpha: float = option(2.0, POSITIVE)
+        ...
+        ...     def make_sampler(self, capacity):
+        ...         return NeighborPairSampler(k=1)
+        ...
+        ...     def make_transform(self, sampler):
+        ...         return PairMixup(self.alpha)
+        >>> make_replay_buffer(Closest(alpha=5.0), capacity=1_000, batch_size=32).transform[0]
+        PairMixup(alpha=5.0)
+        >>> Closest(alpha=0.0)
+        Traceback (most recent call last):
+        ...
+        ValueError: alpha=0.0 is out of range; give a finite number above 0 (the default is 2.0).
+    """
+
+    buffer_class: ClassVar[type[TensorDictReplayBuffer]] = TensorDictReplayBuffer
+    any_storage: ClassVar[bool] = False  # whether rows may be other than tensors in one dimension
+
+    def __post_init__(self) -> None:
+        """Reads each option by the function that it was declared with."""
+        for each in fields(self):
+            if (read := each.metadata.get("read")) is not None:
+                try:
+                    value = read(each.name, getattr(self, each.name))
+                except (TypeError, ValueError) as error:
+                    text = f"{str(error).rstrip('.')} (the default is {each.default!r})."
+                    raise type(error)(text) from None
+                object.__setattr__(self, each.name, value)
+
+    @abstractmethod
+    def make_sampler(self, capacity: int) -> S:
+        """Builds the sampler of a buffer that holds so many rows."""
+
+    def make_transform(self, sampler: S) -> Transform | None:
+        """Builds the transform that goes with the sampler. None leaves rows as they are stored.
+
+        Where its attribute `generator` is None, the buffer sets one that is seeded from its own.
+        """
+        return None
+
+
+def option(default: Any, read: Callable[[str, Any], Any]) -> Any:
+    """Declares a field of a method together with the function that checks its value.
+
+    Args:
+        default: Its default.
+        read: From the name of the field and a value to the value that is kept. It raises a
+            `TypeError` or `ValueError` if the value is not allowed, as a `checks.Number` does.
+
+    Examples:
+        >>> from nmer_torchrl.checks import COUNT
+        >>> k: int = option(10, COUNT)  # in the body of a method
+    """
+    return field(default=default, metadata={"read": read})
+
+
+def option_names(method: type[Method[Any]]) -> tuple[str, ...]:
+    """Returns the names of a method's options.
+
+    Examples:
+        >>> from nmer_torchrl.methods import PER
+        >>> option_names(PER)
+        ('priority_alpha', 'priority_beta', 'priority_eps')
+    """
+    return tuple(each.name for each in fields(method))

@@ -1,0 +1,201 @@
+"""Options that several methods share, as abstract bases of methods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict import NestedKey
+from torchrl.data.replay_buffers import Sampler
+from torchrl.envs.transforms import Transform
+
+from nmer_torchrl.checks import NOT_NEGATIVE, POSITIVE
+from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS, Roles, as_roles
+from nmer_torchrl.methods.base import Method, S, option
+from nmer_torchrl.methods.options import (
+    DistanceOption,
+    FractionOption,
+    InterpolationName,
+    MetricOption,
+    make_cap,
+    make_fraction,
+    make_metric,
+    read_distance,
+    read_fraction,
+    read_interpolation,
+    read_key,
+    read_keys,
+    read_metric,
+    read_search,
+)
+from nmer_torchrl.neighbors import NeighborSearch, SearchName
+from nmer_torchrl.transforms import Gate, MeanMixup, PairMixup, Same
+
+ALPHA = 0.75  # the default of NMER's released code, as of every method that mixes pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keyed(Method[S]):
+    """Holds the options of methods that read entries of rows.
+
+    Keyword Args:
+        keys: Observations and actions; distances are measured in them.
+        value_keys: Entries that are mixed besides `keys`: next observations and rewards.
+    """
+
+    keys: Sequence[NestedKey] = option(POINT_KEYS, read_keys)
+    value_keys: Sequence[NestedKey] = option(VALUE_KEYS, read_keys)
+
+    @property
+    def roles(self) -> Roles:
+        """Returns which of the keys are observations, actions and rewards."""
+        return as_roles(self.keys, self.value_keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending(Keyed[S]):
+    """Holds the options of methods that leave terminal rows as they are.
+
+    Keyword Args:
+        terminated_key: The flag of a terminal row.
+    """
+
+    terminated_key: NestedKey = option(TERMINATED_KEY, read_key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Near(Keyed[S]):
+    """Holds the options of methods that search neighbours.
+
+    Keyword Args:
+        search: The neighbour search (see `NeighborPairSampler`).
+        metric: The distance between rows: `"euclidean"`, `"mahalanobis"`, `"product"`, one of them
+            with arguments as in `{"euclidean": {"weights": {"action": 0.5}}}`, or a metric object.
+    """
+
+    search: SearchName | NeighborSearch = option("auto", read_search)
+    metric: MetricOption = option("euclidean", read_metric)
+
+    def __post_init__(self) -> None:
+        """Refuses a metric that the search does not serve, or that the keys do not suit."""
+        super().__post_init__()
+        make_metric(self.metric).check(self.search, tuple(self.keys))
+
+    def search_options(self) -> dict[str, Any]:
+        """Returns the arguments of a neighbour sampler."""
+        return {
+            "search": self.search,
+            "metric": make_metric(self.metric),
+            "keys": self.keys,
+            "value_keys": self.value_keys,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folding(Ending[S]):
+    """Holds the options of methods that mix rows with random weights.
+
+    Keyword Args:
+        alpha: Parameter of the Beta distribution of the weights, or of the Dirichlet distribution
+            where there are more than two: small values give nearly all weight to one row, large
+            values give nearly equal weights.
+        fraction: Share of rows that are mixed. A schedule such as `LinearFraction(...)`, or
+            `{"linear": {...}}`, `{"exponential": {...}}`, `{"density": {...}}` with its arguments,
+            changes it during training.
+        anchor_keys: Observations besides `keys` that stay the anchor's. Without them a warning
+            names those that are not mixed.
+        same_keys: Entries in which rows must agree to be mixed, such as discrete actions (see
+            `Same`).
+    """
+
+    alpha: float = option(ALPHA, POSITIVE)
+    fraction: FractionOption = option(1.0, read_fraction)
+    anchor_keys: Sequence[NestedKey] = option((), read_keys)
+    same_keys: Sequence[NestedKey] = option((), read_keys)
+
+    def make_gates(self, sampler: Sampler) -> list[Gate]:
+        """Builds the gates of the fold; the sampler measures and counts for those that need it."""
+        same: list[Gate] = [Same(*self.same_keys)] if self.same_keys else []
+        return same + make_fraction(self.fraction, sampler)
+
+    def fold_options(self, sampler: Sampler) -> dict[str, Any]:
+        """Returns the arguments of a fold."""
+        return {
+            "mix_keys": (*self.keys, *self.value_keys),
+            "terminated_key": self.terminated_key,
+            "gates": self.make_gates(sampler),
+            "anchor_keys": self.anchor_keys,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(Folding[S]):
+    """Mixes pairs: `w * anchor + (1 - w) * partner`. A subclass says who is paired.
+
+    Keyword Args:
+        interpolation: How pairs are mixed: `"beta"` with weights `w ~ Beta(alpha, alpha)`,
+            `"uniform"` with weights that are uniform in [0, 1] (SMOTE), `"mean"` with weights of
+            one half.
+    """
+
+    interpolation: InterpolationName = option("beta", read_interpolation)
+
+    def __post_init__(self) -> None:
+        """Refuses an `alpha` that the interpolation ignores."""
+        super().__post_init__()
+        if self.interpolation != "beta" and self.alpha != ALPHA:
+            raise ValueError(
+                f"interpolation={self.interpolation!r} ignores alpha={self.alpha!r}; remove one "
+                "of the two."
+            )
+
+    def make_transform(self, sampler: S) -> Transform:
+        """Builds the fold."""
+        if self.interpolation == "mean":
+            return MeanMixup(**self.fold_options(sampler))
+        alpha = 1.0 if self.interpolation == "uniform" else self.alpha
+        return PairMixup(alpha, **self.fold_options(sampler))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NearFolding(Folding[S], Near[S]):
+    """Holds the options of methods that mix rows with their neighbours.
+
+    Keyword Args:
+        max_distance: Rows whose neighbours are farther away than this stay unmixed.
+            `{"quantile": 0.9}` sets the limit from the distances of recent rows. None for no limit.
+    """
+
+    max_distance: DistanceOption | None = option(None, read_distance)
+
+    def make_gates(self, sampler: Sampler) -> list[Gate]:
+        """Also keeps far neighbours apart."""
+        return make_cap(self.max_distance, sampler) + super().make_gates(sampler)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prioritized(Method[S]):
+    """Holds the options of methods that draw rows by priority.
+
+    Batches carry importance weights `[B]` under `"priority_weight"`. New TD errors, written to the
+    batch under `"td_error"`, become priorities by `buffer.update_tensordict_priority(batch)`.
+    TorchRL's schedulers anneal `buffer.sampler.beta`.
+
+    Keyword Args:
+        priority_alpha: Exponent of the priorities: 0 draws uniformly, 1 in proportion.
+        priority_beta: Exponent of the importance weights: 0 corrects nothing, 1 everything.
+        priority_eps: Constant that is added to each priority, so that no row is out of reach.
+    """
+
+    priority_alpha: float = option(0.6, NOT_NEGATIVE)
+    priority_beta: float = option(0.4, NOT_NEGATIVE)
+    priority_eps: float = option(1e-6, POSITIVE)
+
+    def priority_options(self) -> dict[str, Any]:
+        """Returns the arguments of a prioritized sampler."""
+        return {
+            "alpha": self.priority_alpha,
+            "beta": self.priority_beta,
+            "eps": self.priority_eps,
+        }

@@ -1,0 +1,42 @@
+"""Convex combinations of whole neighbourhoods."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nmer_torchrl.checks import COUNT
+from nmer_torchrl.methods.base import option
+from nmer_torchrl.methods.groups import NearFolding
+from nmer_torchrl.samplers import NeighborhoodSampler
+from nmer_torchrl.transforms import NeighborhoodMixup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighborhood(NearFolding[NeighborhoodSampler]):
+    """Mixes each row with all of its k nearest neighbours.
+
+    A row becomes `sum_i w_i * row_i` over the anchor and its neighbours, with weights
+    `w ~ Dirichlet(alpha, ..., alpha)`; with `k=1` it is `OneNN`.
+
+    The options are those below and those of `Keyed`, `Ending`, `Near`, `Folding` and `NearFolding`.
+
+    Source: this project; `docs/interpolation.md` compares it with pairs.
+
+    Keyword Args:
+        k: Number of neighbours.
+
+    Examples:
+        >>> from nmer_torchrl import make_replay_buffer
+        >>> make_replay_buffer(Neighborhood(k=5), capacity=1_000, batch_size=32).transform[0]
+        NeighborhoodMixup(alpha=0.75)
+    """
+
+    k: int = option(10, COUNT)
+
+    def make_sampler(self, capacity: int) -> NeighborhoodSampler:
+        """Builds the sampler of neighbourhoods."""
+        return NeighborhoodSampler(self.k, **self.search_options())
+
+    def make_transform(self, sampler: NeighborhoodSampler) -> NeighborhoodMixup:
+        """Builds the fold."""
+        return NeighborhoodMixup(self.alpha, **self.fold_options(sampler))

@@ -1,0 +1,40 @@
+"""Neighborhood Mixup Experience Replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nmer_torchrl.checks import COUNT
+from nmer_torchrl.methods.base import option
+from nmer_torchrl.methods.groups import NearFolding, Pairs
+from nmer_torchrl.samplers import NeighborPairSampler
+
+
+@dataclass(frozen=True, kw_only=True)
+class NMER(NearFolding[NeighborPairSampler], Pairs[NeighborPairSampler]):
+    """Mixes each row with one of its k nearest neighbours.
+
+    A uniform anchor and one of its neighbours, by the distance over Z-scored observation and
+    action, become `w * anchor + (1 - w) * partner` with `w ~ Beta(alpha, alpha)`. Where either is
+    terminal, the anchor stays as it is.
+
+    The options are those below and those of `Keyed`, `Ending`, `Near`, `Folding`, `NearFolding`
+    and `Pairs`.
+
+    Source: R. Sander et al., *Neighborhood mixup experience replay*, L4DC, 2022.
+
+    Keyword Args:
+        k: Number of neighbours to choose from.
+
+    Examples:
+        >>> from nmer_torchrl import NMER, make_replay_buffer
+        >>> buffer = make_replay_buffer(NMER(k=10), capacity=1_000_000, batch_size=256)
+        >>> buffer.sampler, buffer.transform[0]
+        (NeighborPairSampler(k=10, keys=('observation', 'action')), PairMixup(alpha=0.75))
+    """
+
+    k: int = option(10, COUNT)
+
+    def make_sampler(self, capacity: int) -> NeighborPairSampler:
+        """Builds the sampler of neighbour pairs."""
+        return NeighborPairSampler(self.k, **self.search_options())

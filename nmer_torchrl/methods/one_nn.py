@@ -1,0 +1,27 @@
+"""Mixup with the nearest neighbour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nmer_torchrl.methods.groups import NearFolding, Pairs
+from nmer_torchrl.samplers import NeighborPairSampler
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneNN(NearFolding[NeighborPairSampler], Pairs[NeighborPairSampler]):
+    """Mixes each row with its nearest neighbour; in all else it is `NMER`.
+
+    The options are those of `Keyed`, `Ending`, `Near`, `Folding`, `NearFolding` and `Pairs`.
+
+    Source: R. Sander et al., *Neighborhood mixup experience replay*, L4DC, 2022 (1NN-Mixup).
+
+    Examples:
+        >>> from nmer_torchrl import make_replay_buffer
+        >>> make_replay_buffer(OneNN(), capacity=1_000, batch_size=32).sampler.k
+        1
+    """
+
+    def make_sampler(self, capacity: int) -> NeighborPairSampler:
+        """Builds the sampler of neighbour pairs, with one neighbour."""
+        return NeighborPairSampler(1, **self.search_options())

@@ -1,0 +1,146 @@
+"""Reads options that scripts and config files give as names, numbers and mappings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal, cast, get_args
+
+from tensordict import NestedKey
+
+from nmer_torchrl.checks import POSITIVE, SHARE, is_number
+from nmer_torchrl.keys import as_keys
+from nmer_torchrl.metrics import Euclidean, Mahalanobis, Metric, ProductNorm
+from nmer_torchrl.neighbors import check_search
+from nmer_torchrl.transforms import (
+    DensityFraction,
+    DistanceCap,
+    ExponentialFraction,
+    Fraction,
+    Gate,
+    LinearFraction,
+    QuantileCap,
+    Schedule,
+)
+
+InterpolationName = Literal["beta", "uniform", "mean"]
+MetricName = Literal["euclidean", "mahalanobis", "product"]
+FractionName = Literal["linear", "exponential", "density"]
+
+# A mapping is `{name: {argument: value}}`.
+MetricOption = MetricName | Mapping[MetricName, Mapping[str, Any] | None] | Metric
+FractionOption = float | Mapping[FractionName, Mapping[str, Any]] | Schedule
+DistanceOption = float | Mapping[Literal["quantile"], float]
+
+
+def make_metric(option: MetricOption) -> Metric:
+    """Returns the metric of that name, or of `{name: {argument: value}}`, or the metric itself.
+
+    Examples:
+        >>> make_metric("mahalanobis")
+        Mahalanobis(shrinkage=0.01)
+        >>> make_metric({"euclidean": {"weights": {"action": 0.5}}})
+        Euclidean(weights={'action': 0.5})
+    """
+    if isinstance(option, Metric):
+        return option
+    known = {"euclidean": Euclidean, "mahalanobis": Mahalanobis, "product": ProductNorm}
+    return cast(Metric, _named("metric", option, known))
+
+
+def make_fraction(option: FractionOption, sampler: Any) -> list[Gate]:
+    """Builds the gate that mixes a share of the rows; none if it is all of them.
+
+    The sampler counts the stored rows for `"density"`.
+
+    Examples:
+        >>> make_fraction({"linear": {"first": 1, "last": 0, "rows": 1e6}}, None)
+        [Fraction(LinearFraction(first=1, last=0, rows=1000000.0))]
+    """
+    if callable(option):
+        return [Fraction(option)]
+    if is_number(option):
+        share = SHARE("fraction", option)
+        return [] if share == 1 else [Fraction(share)]
+    known: dict[str, Callable[..., Schedule]] = {
+        "linear": LinearFraction,
+        "exponential": ExponentialFraction,
+        "density": partial(DensityFraction, sampler),
+    }
+    return [Fraction(_named("fraction", option, known, "a number from 0 to 1, "))]
+
+
+def make_cap(option: DistanceOption | None, sampler: Any) -> list[Gate]:
+    """Builds the gate that keeps far pairs unmixed; none without a limit.
+
+    The sampler measures the distances.
+
+    Examples:
+        >>> make_cap({"quantile": 0.9}, None)
+        [QuantileCap(quantile=0.9)]
+    """
+    if option is None:
+        return []
+    if is_number(option):
+        return [DistanceCap(sampler, POSITIVE("max_distance", option))]
+    if not isinstance(option, Mapping) or set(option) != {"quantile"}:
+        raise ValueError(
+            f"max_distance={option!r} is not valid; give a distance above 0, or a share of pairs "
+            "as in {'quantile': 0.9}."
+        )
+    return [QuantileCap(sampler, option["quantile"])]
+
+
+def _named(name: str, option: Any, known: Mapping[str, Callable[..., Any]], other: str = "") -> Any:
+    """Builds the part of that name, or of `{name: {argument: value}}`."""
+    if isinstance(option, str):
+        option = {option: {}}
+    if not isinstance(option, Mapping) or len(option) != 1:
+        raise ValueError(
+            f"{name}={option!r} is not valid; give {other}one of {', '.join(known)}, with "
+            f"arguments as in {{{next(iter(known))!r}: {{...}}}}."
+        )
+    ((word, arguments),) = option.items()
+    if word not in known:
+        raise ValueError(f"Unknown {name} {word!r}; the known ones are {', '.join(known)}.")
+    try:
+        return known[word](**(arguments or {}))
+    except TypeError as error:
+        raise ValueError(f"{name}={word!r} with {dict(arguments or {})}: {error}.") from None
+
+
+# What reads each option: from its name and a value to the value that the method keeps.
+
+
+def read_keys(name: str, value: Any) -> tuple[NestedKey, ...]:
+    """Reads a sequence of keys."""
+    return as_keys(value, name)
+
+
+def read_key(name: str, value: Any) -> NestedKey:
+    """Reads one key."""
+    return as_keys([value], name)[0]
+
+
+def read_interpolation(name: str, value: Any) -> InterpolationName:
+    """Reads the name of an interpolation."""
+    known = get_args(InterpolationName)
+    if value not in known:
+        raise ValueError(f"Unknown {name} {value!r}; the known ones are {', '.join(known)}.")
+    return cast(InterpolationName, value)
+
+
+def _keeps(check: Callable[[Any], object]) -> Callable[[str, Any], Any]:
+    """Returns what keeps a value as it was given, unless the check raises."""
+
+    def read(name: str, value: Any) -> Any:
+        check(value)
+        return value
+
+    return read
+
+
+read_search = _keeps(check_search)
+read_metric = _keeps(make_metric)
+read_fraction = _keeps(partial(make_fraction, sampler=None))
+read_distance = _keeps(partial(make_cap, sampler=None))

@@ -1,0 +1,48 @@
+"""NMER with prioritized anchors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nmer_torchrl.checks import COUNT
+from nmer_torchrl.methods.base import option
+from nmer_torchrl.methods.groups import NearFolding, Pairs, Prioritized
+from nmer_torchrl.pair_priorities import PairPrioritizedReplayBuffer
+from nmer_torchrl.samplers import PrioritizedNeighborPairSampler
+
+
+@dataclass(frozen=True, kw_only=True)
+class PERNMER(
+    NearFolding[PrioritizedNeighborPairSampler],
+    Pairs[PrioritizedNeighborPairSampler],
+    Prioritized[PrioritizedNeighborPairSampler],
+):
+    """Mixes rows that are drawn by priority with one of their k nearest neighbours.
+
+    It is `NMER` with anchors of `PER`. Both members of a pair get their share of a new TD error,
+    and the importance weight of a mixed row is mixed as the row is (see
+    `PairPrioritizedReplayBuffer`).
+
+    The options are those below and those of `Keyed`, `Ending`, `Near`, `Folding`, `NearFolding`,
+    `Pairs` and `Prioritized`.
+
+    Source: R. Sander et al., *Neighborhood mixup experience replay*, L4DC, 2022.
+
+    Keyword Args:
+        k: Number of neighbours to choose from.
+
+    Examples:
+        >>> from nmer_torchrl import make_replay_buffer
+        >>> make_replay_buffer(PERNMER(k=5), capacity=1_000, batch_size=32).sampler
+        PrioritizedNeighborPairSampler(k=5, alpha=0.6, beta=0.4, keys=('observation', 'action'))
+    """
+
+    buffer_class = PairPrioritizedReplayBuffer
+
+    k: int = option(10, COUNT)
+
+    def make_sampler(self, capacity: int) -> PrioritizedNeighborPairSampler:
+        """Builds the sampler of neighbour pairs with prioritized anchors."""
+        return PrioritizedNeighborPairSampler(
+            capacity, self.k, **self.search_options(), **self.priority_options()
+        )

@@ -1,0 +1,67 @@
+"""A search on another device than the storage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nmer_torchrl.neighbors.base import NeighborSearch
+
+
+class DeviceSearch:
+    """Searches on a device of its own, whatever device the rows are stored on.
+
+    Rows may then stay in host memory or in memory-mapped files, where there is more room, while the
+    points (`[n, d]`, observation and action) are on the GPU. Points are copied to the device when
+    they are written. A query waits for one copy of its answer.
+
+    Args:
+        search: An empty search.
+        device: Where it is given its points.
+
+    Examples:
+        >>> import torch
+        >>> from nmer_torchrl import make_replay_buffer
+        >>> from nmer_torchrl.neighbors import DeviceSearch, TorchSearch
+        >>> search = DeviceSearch(TorchSearch(), "cpu")  # "cuda:0"
+        >>> buffer = make_replay_buffer("nmer", capacity=1_000, batch_size=32, search=search)
+    """
+
+    def __init__(self, search: NeighborSearch, device: torch.device | str) -> None:
+        self.search, self.device = search, torch.device(device)
+
+    @property
+    def products(self) -> bool:
+        """Whether the search takes a scale `[g, d]`."""
+        return getattr(self.search, "products", False)
+
+    @property
+    def exact(self) -> bool:
+        """Whether answers are those of the very scale of the query."""
+        return getattr(self.search, "exact", True)
+
+    def write(self, index: Tensor, points: Tensor) -> None:
+        """See `NeighborSearch.write`."""
+        self.search.write(index, points.to(self.device, non_blocking=True))
+
+    def query(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
+        """See `NeighborSearch.query`."""
+        there = index.to(self.device, non_blocking=True)
+        return self.search.query(there, k, scale).to(index.device)
+
+    def clear(self) -> None:
+        """See `NeighborSearch.clear`."""
+        self.search.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the search wants to keep, if anything."""
+        state = getattr(self.search, "state_dict", None)
+        return {} if state is None else state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Gives the search what it kept."""
+        load = getattr(self.search, "load_state_dict", None)
+        if load is not None and state:
+            load(state)

@@ -1,0 +1,139 @@
+"""A replay buffer with priorities for rows that are mixed from two."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+from torchrl.data import TensorDictReplayBuffer
+
+from nmer_torchrl.functional import mix
+from nmer_torchrl.samplers import PrioritizedNeighborPairSampler
+
+_REMEDY = "fold pairs by a transform that writes it, such as PairMixup, and keep it in the batch"
+
+
+class PairPrioritizedReplayBuffer(TensorDictReplayBuffer):
+    """A `TensorDictReplayBuffer` whose priorities reach both members of a mixed pair.
+
+    Its sampler is a `PrioritizedNeighborPairSampler`, its transform a fold that writes
+    `"mixup_weight"`, such as `PairMixup`. It takes the arguments of `TensorDictReplayBuffer`.
+
+    - A batch carries one importance weight for each mixed row, `"priority_weight"` of shape `[B]`:
+      `w * anchor's + (1 - w) * partner's`. Without a fold it is `[B, 2]`, as the sampler drew it.
+    - `update_tensordict_priority(batch)` takes a new TD error `p` of each mixed row, under
+      `priority_key`, to both members: `w * p + (1 - w) * old` for the anchor and
+      `(1 - w) * p + w * old` for the partner. See there for the details.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import LazyTensorStorage
+        >>> from nmer_torchrl import PairMixup, PrioritizedNeighborPairSampler
+        >>> buffer = PairPrioritizedReplayBuffer(
+        ...     storage=LazyTensorStorage(1_000),
+        ...     sampler=PrioritizedNeighborPairSampler(1_000, k=10),
+        ...     transform=PairMixup(alpha=0.75),
+        ...     batch_size=32,
+        ... )
+        >>> transitions = TensorDict(
+        ...     observation=torch.randn(100, 3),
+        ...     action=torch.randn(100, 1),
+        ...     next=TensorDict(
+        ...         observation=torch.randn(100, 3),
+        ...         reward=torch.randn(100, 1),
+        ...         terminated=torch.zeros(100, 1, dtype=torch.bool),
+        ...         batch_size=[100],
+        ...     ),
+        ...     batch_size=[100],
+        ... )
+        >>> _ = buffer.extend(transitions)
+        >>> batch = buffer.sample()
+        >>> batch["index"].shape, batch["priority_weight"].shape
+        (torch.Size([32, 2]), torch.Size([32]))
+        >>> batch["td_error"] = torch.rand(32)
+        >>> buffer.update_tensordict_priority(batch)
+    """
+
+    updates_pairs = True
+
+    if TYPE_CHECKING:
+
+        @property
+        def sampler(self) -> PrioritizedNeighborPairSampler:
+            """The sampler of the buffer."""
+            ...
+
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+    ) -> Any:
+        """Returns a batch of mixed rows, with one importance weight for each."""
+        batch, info = super().sample(batch_size, return_info=True, include_info=include_info)
+        both = info.get("priority_weight")
+        if both is not None and batch.shape == both.shape[:-1]:  # else the pairs were not folded
+            weight = _one_per_row(batch, "mixup_weight", _REMEDY).reshape(batch.shape)
+            folded = mix(both[..., 0], both[..., 1], weight.to(both.device))
+            info = {**info, "priority_weight": folded}
+            if batch.get("priority_weight", None) is not None:
+                batch.set("priority_weight", folded.to(weight.device))
+        return (batch, info) if return_info else batch
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Gives both members of each pair their share of a new TD error.
+
+        The errors under `priority_key`, `[B]` or `[B, 1]`, finite and at least 0, are those of the
+        mixed rows of a batch from `sample()`, which carries `"index"` and `"mixup_weight"`. For an
+        error `p`, a member's priority moves from `old` to
+
+        - `w * p + (1 - w) * old` for the anchor,
+        - `(1 - w) * p + w * old` for the partner.
+
+        Both are priorities as they were given: TorchRL keeps `(priority + eps) ** alpha`, which is
+        undone to read `old` and applied once to what is written. Where nothing was mixed (`w` is 1,
+        or there was no partner) the anchor gets `p` and the partner is left as it is. A position
+        that occurs several times in the batch, as anchor or partner, gets the mean of what it would
+        get each time, all from the same `old`.
+
+        Rows whose `"index"` is `[B]`, such as what `extend` returned, are no pairs: they get the
+        error itself, as in TorchRL.
+        """
+        index = _entry(data, "index", "give a batch as `sample()` returned it")
+        if index.shape == data.shape and data.ndim < 2:
+            super().update_tensordict_priority(data)
+            return
+        weight = _one_per_row(data, "mixup_weight", _REMEDY)
+        priority = _one_per_row(data, self.priority_key, "write one TD error for each row")
+        if index.shape != (*data.shape, 2):
+            raise ValueError(
+                f"'index' has shape {tuple(index.shape)} in a batch of shape {tuple(data.shape)}; "
+                "pairs have one more dimension of size 2, as in what `sample()` returns."
+            )
+        sampler = self.sampler
+        if not isinstance(sampler, PrioritizedNeighborPairSampler):
+            raise TypeError(
+                f"The sampler is a {type(sampler).__name__}, which has no priorities of pairs; "
+                "use a PrioritizedNeighborPairSampler."
+            )
+        sampler.update_pairs(index.reshape(-1, 2), weight, priority, storage=self.storage)
+
+
+def _entry(data: TensorDictBase, key: NestedKey, remedy: str) -> Tensor:
+    entry = data.get(key, None)
+    if entry is None:
+        raise KeyError(f"Priorities need the entry {key!r}, which the batch lacks; {remedy}.")
+    return entry
+
+
+def _one_per_row(data: TensorDictBase, key: NestedKey, remedy: str) -> Tensor:
+    """Returns the entry of a batch `[*B]` under `key`, flat."""
+    entry = _entry(data, key, remedy)
+    if entry.numel() != data.numel():
+        raise ValueError(
+            f"{key!r} has shape {tuple(entry.shape)} in a batch of shape {tuple(data.shape)}, "
+            f"but each row needs one number; {remedy}."
+        )
+    return entry.detach().reshape(-1)

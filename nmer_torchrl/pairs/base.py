@@ -1,0 +1,143 @@
+"""What all pairings share."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrl.data.replay_buffers import SampleUnit, Storage
+
+from nmer_torchrl.composition import Guard, check_anchors, check_folded
+from nmer_torchrl.tracking.rows import StoredRows
+
+
+class Pairing(SampleUnit):
+    """Expands each anchor `[B]` to itself and its partners, `[B, 1 + m]`.
+
+    Pass it to a replay buffer as `sample_unit=`, beside any sampler that draws single rows. The
+    buffer needs a transform that folds the pairs, such as `PairMixup`, or one of your own; without
+    any the first `sample()` raises. An anchor without a partner is paired with itself.
+
+    A subclass implements `synchronize`, which reads the rows that have changed, and `partners`.
+
+    Args:
+        rows: What the pairing reads of the storage.
+        generator: Source of all randomness; `None` uses torch's global one. The buffer's generator
+            does not reach it, and its state is not part of the buffer's.
+
+    Examples:
+        >>> class WithTheNext(Pairing):  # whoever stands in the next position
+        ...     def __init__(self):
+        ...         super().__init__(StoredRows(["observation", "action"], []))
+        ...
+        ...     def synchronize(self, storage):
+        ...         for index, points in self.rows.changes(storage):
+        ...             pass  # a pairing that depends on the points takes them up here
+        ...
+        ...     def partners(self, anchor, generator=None):
+        ...         return (anchor + 1) % self.rows.length
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+        >>> buffer = TensorDictReplayBuffer(
+        ...     storage=LazyTensorStorage(4),
+        ...     sample_unit=WithTheNext(),
+        ...     transform=lambda pairs: pairs[:, 0],  # what a fold does, without the mixing
+        ...     batch_size=8,
+        ... )
+        >>> rows = TensorDict(
+        ...     observation=torch.randn(4, 3), action=torch.randn(4, 1), batch_size=[4]
+        ... )
+        >>> _ = buffer.extend(rows)
+        >>> anchor, partner = buffer.sample()["index"].unbind(-1)
+        >>> bool((partner == (anchor + 1) % 4).all())
+        True
+    """
+
+    draws = "pairs [B, 2]"
+
+    def __init__(self, rows: StoredRows, generator: torch.Generator | None = None) -> None:
+        self.rows = rows
+        self.generator = generator
+        # `ReplayBuffer.empty`, among others, does not wait for prefetching threads.
+        self.lock = threading.RLock()
+        self._guard = Guard()
+        self._attached: weakref.ref[Storage] | None = None
+
+    @abstractmethod
+    def synchronize(self, storage: Storage) -> None:
+        """Takes up whatever has changed in the storage."""
+
+    @abstractmethod
+    def partners(self, anchor: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Returns the partners `[B]` or `[B, m]` of anchors `[B]`, after `synchronize`."""
+
+    def clear(self) -> None:
+        """Forgets all rows; the next draw reads the whole storage."""
+        with self.lock:
+            self.rows.forget()
+
+    def join(self, anchor: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Returns anchors `[B]` beside their partners, `[B, 1 + m]`, after `synchronize`."""
+        partner = self.partners(anchor, generator)
+        if partner.ndim == 1:
+            return torch.stack([anchor, partner]).T  # anchors first, then partners, in memory
+        return torch.cat([anchor.unsqueeze(1), partner], 1)
+
+    def expand(
+        self, index: Tensor | tuple[Tensor, ...], info: dict[str, Any], storage: Storage
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Returns positions `[B, 1 + m]` for the positions `[B]` of anchors.
+
+        Entries of `info`, such as importance weights, stay those of the anchors.
+        """
+        self._guard.check(self, storage, check_anchors, check_folded)
+        if not isinstance(index, Tensor) or index.ndim != 1:
+            raise TypeError(
+                f"{type(self).__name__} expects one position for each anchor, but the sampler "
+                f"returned {_describe(index)}; use a sampler that draws single rows."
+            )
+        with self.lock:
+            self.follow(storage)
+            return self.join(index.to(self.rows.device), self.generator), info
+
+    @property
+    def stored(self) -> int:
+        """Number of rows that were stored at the last draw."""
+        return self.rows.length
+
+    def follow(self, storage: Storage) -> None:
+        """Takes up whatever has changed in the storage, and hears of its writes from then on."""
+        with self.lock:
+            if self._attached is None or self._attached() is not storage:
+                storage.attach(self)
+                self._attached = weakref.ref(storage)
+            self.synchronize(storage)
+
+    def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
+        """Notes that these positions have been written."""
+        with self.lock:
+            self.rows.announce(index, self.rows.storage if storage is None else storage)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what does not follow from the storage: nothing, unless a subclass says so."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Reads the whole storage at the next draw."""
+        self.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "lock": None, "_attached": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.lock = threading.RLock()
+
+
+def _describe(index: Any) -> str:
+    shape = f" of shape {tuple(index.shape)}" if isinstance(index, Tensor) else ""
+    return f"a {type(index).__name__}{shape}"

@@ -1,0 +1,106 @@
+"""Correlation of what is stored now, under additions and removals."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nmer_torchrl.functional import finite_rows
+from nmer_torchrl.tracking.standardize import RunningStandardizer
+
+_EPS = torch.finfo(torch.float64).eps
+_CHUNK = 65_536
+
+
+class RunningCovariance:
+    """Mean, standard deviation and correlation of a changing set of points.
+
+    Mean and deviation are those of `RunningStandardizer`, exact whatever was added and removed. The
+    products of dimensions are summed in float64 alone, since more would cost too much, with a bound
+    on the rounding that has gathered: when `doubt` is large, `recompute` from the points that are
+    there. With data of one size that is once in millions of updates; it is at once when wide data
+    has been replaced by narrow data. All of it is on the CPU, wherever the points are: points are
+    copied there as they come.
+
+    Args:
+        d: Number of dimensions.
+
+    Examples:
+        >>> import torch
+        >>> stats = RunningCovariance(2)
+        >>> stats.update(torch.tensor([[0.0, 0.0], [1.0, 2.0], [9.0, 0.0]]))
+        >>> stats.update(torch.tensor([[2.0, 4.0]]), removed=torch.tensor([[9.0, 0.0]]))
+        >>> stats.correlation()
+        tensor([[1., 1.],
+                [1., 1.]], dtype=torch.float64)
+    """
+
+    def __init__(self, d: int) -> None:
+        self.moments = RunningStandardizer(d)
+        self._clear()
+
+    def _clear(self) -> None:
+        d = self.moments.d
+        self._shift: Tensor | None = None
+        self._products = torch.zeros(d, d, dtype=torch.float64)  # sum of y y^T, y = x - shift
+        self._error = torch.zeros(d, dtype=torch.float64)  # of the sums of y**2, at worst
+
+    @property
+    def count(self) -> int:
+        """Number of points."""
+        return self.moments.count
+
+    def update(self, added: Tensor, removed: Tensor | None = None) -> None:
+        """Adds the points `[n, d]` and takes out `[m, d]` points that were added before."""
+        self.moments.update(added, removed)
+        for points, sign in ((added, 1.0), (removed, -1.0)):
+            if points is not None:
+                self._accumulate(points.detach().cpu(), sign)
+
+    def replace(self, points: Tensor, before: Tensor) -> None:
+        """The same; rows with a non-finite number count for nothing on either side."""
+        points, before = (x.detach().cpu() for x in (points, before))
+        removed = before[finite_rows(before)] if len(before) else None
+        self.update(points[finite_rows(points)], removed)
+
+    def recompute(self, points: Tensor) -> None:
+        """Takes the points `[n, d]` that are there anew; non-finite rows count for nothing."""
+        points = points.detach().cpu()
+        points = points[finite_rows(points)]
+        self.moments.recompute(points)
+        self._clear()
+        self._shift = self.moments.mean
+        self._accumulate(points, 1.0)
+
+    def _accumulate(self, points: Tensor, sign: float) -> None:
+        for chunk in points.split(_CHUNK):
+            if not len(chunk):
+                continue
+            x = chunk.double()
+            if self._shift is None:
+                self._shift = x.mean(0)
+            y = x - self._shift
+            before = self._products.diagonal().abs()
+            self._products.addmm_(y.T, y, alpha=sign)
+            self._error += _EPS * (before + (len(y) + 1) * y.square().sum(0))
+
+    @property
+    def doubt(self) -> float:
+        """A bound on the rounding in any correlation, and in the moments."""
+        std, varies = self.moments.std, self.moments.std > 0
+        if not varies.any() or self._shift is None:
+            return self.moments.doubt
+        offset = self.moments.mean - self._shift
+        error = self._error / self.count + _EPS * offset.square()
+        return max(float((error[varies] / std[varies].square()).max()), self.moments.doubt)
+
+    def correlation(self) -> Tensor:
+        """`[d, d]`, float64; a dimension that does not vary has no correlation with any other."""
+        std = self.moments.std
+        if self.count == 0 or self._shift is None:
+            return torch.eye(len(std), dtype=torch.float64)
+        offset = self.moments.mean - self._shift
+        scale = torch.where(std > 0, 1.0 / std, 0.0)
+        covariance = self._products / self.count - torch.outer(offset, offset)
+        correlation = (covariance * torch.outer(scale, scale)).clamp_(-1.0, 1.0)
+        return correlation.fill_diagonal_(1.0)

@@ -1,0 +1,186 @@
+"""Following a storage: which rows have changed since they were last looked at."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+from torchrl.data.replay_buffers import Storage, TensorStorage
+
+from nmer_torchrl import _compat
+from nmer_torchrl.functional import as_rows
+from nmer_torchrl.keys import as_keys, read_features, read_points
+
+_CHUNK = 65_536
+_MANY = 4_096  # announcements before they are gathered into one
+
+
+class StoredRows:
+    """The rows of a storage as points, read when they have changed.
+
+    The buffer announces most writes (`announce`), and those rows alone are read again. Any other
+    write (`rb[i] = ...`, another process, a storage that was filled before, a checkpoint) shows in
+    the storage's revision or length without telling which rows it touched: then all rows are read.
+
+    Args:
+        keys: The entries that make up a point.
+        value_keys: Entries that must be finite, too, for a row to be usable.
+        feature: What makes points of rows instead; the `keys` must be finite all the same.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[NestedKey],
+        value_keys: Sequence[NestedKey],
+        feature: Callable[[TensorDictBase], Tensor] | None = None,
+    ) -> None:
+        self.keys = as_keys(keys, "keys")
+        self.value_keys = as_keys(value_keys, "value_keys")
+        if not self.keys:
+            raise ValueError("`keys` is empty; name at least one entry to measure distances in.")
+        self.feature = feature
+        self.forget()
+
+    def forget(self) -> None:
+        """Takes every row as unread."""
+        self._storage: weakref.ref[Storage] | None = None
+        self._revision: int | None = None  # up to here, every change has been read or announced
+        self.length = 0  # rows that are stored
+        self.device = torch.device("cpu")
+        self.partial = False  # whether the changes at hand are announced rows, not all rows
+        self._announced: list[Tensor] = []
+
+    @property
+    def storage(self) -> Storage | None:
+        """The storage whose rows have been read."""
+        return None if self._storage is None else self._storage()
+
+    def follows(self, storage: Storage) -> bool:
+        """Whether rows of this very storage have been read before."""
+        return self._storage is not None and self._storage() is storage
+
+    def announce(self, index: int | Tensor, storage: Storage | None) -> None:
+        """Notes that these positions have been written, by the last write so far."""
+        if self._revision is None or storage is None or not self.follows(storage):
+            return  # everything will be read anyway
+        self._announced.append(written_positions(index, storage))
+        if len(self._announced) > _MANY:
+            self._announced = [torch.cat(self._announced).unique()]
+        now = _compat.revision(storage)
+        if now == self._revision + 1:  # it is the only write since then
+            self._revision = now
+
+    def changes(self, storage: Storage) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pairs of positions `[n]` and points `[n, d]` that may have changed since the last call.
+
+        Positions ascend and are on the CPU, so that looking at them never waits for a device; the
+        points are where the rows are. NaN where a row is not usable or no longer there. If the
+        caller stops early the same changes come again.
+        """
+        revision, length = _compat.revision(storage), len(storage)
+        followed = self.follows(storage)
+        if followed and revision == self._revision and not self._announced:
+            return
+        data = stored_entries(storage)
+        self.device = data.device or next(iter(data.values(True, True))).device
+        self.partial = followed and revision == self._revision
+        if self.partial:
+            # Rows may come into sight that no one announced: those that a storage held before.
+            appeared = torch.arange(self.length, length)
+            changed = torch.cat([*self._announced, appeared])
+            changed = changed.unique() if len(changed) > 1 else changed
+        else:
+            changed = torch.arange(max(length, self.length))
+        self._storage, self.length = weakref.ref(storage), max(length, self.length)
+        self._revision = None  # until the caller has taken everything
+        there = int(torch.searchsorted(changed, length))
+        for index in changed[:there].split(_CHUNK):
+            if len(index):
+                yield index, self._read(data, index)
+        for index in changed[there:].split(_CHUNK):
+            if len(index):
+                width = self._read(data, index[:1]).shape[1]
+                yield index, torch.full((len(index), width), torch.nan, device=self.device)
+        self._revision, self.length = revision, length
+        self._announced = []
+
+    def _read(self, data: TensorDictBase, index: Tensor) -> Tensor:
+        rows = as_rows(index, self.device)
+        points = read_points(data, rows, self.keys, self.value_keys)
+        return points if self.feature is None else read_features(data, rows, self.feature, points)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"keys": self.keys, "value_keys": self.value_keys, "feature": self.feature}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+
+def written_positions(index: int | Tensor, storage: Storage | None) -> Tensor:
+    """The positions that a writer announces, as a vector on the CPU; it declines a row by -1.
+
+    A `PairStorage` on a device knows those that were written last.
+    """
+    if not isinstance(index, Tensor):
+        return torch.tensor([index] if index >= 0 else [], dtype=torch.int64)
+    given, known = getattr(storage, "written", None) or (None, None)
+    index = known if known is not None and given is index else index.reshape(-1).cpu()
+    return index[index >= 0]
+
+
+def check_layout(storage: Storage) -> None:
+    """Raises if the storage is of a kind that cannot be followed row by row."""
+    name = type(storage).__name__
+    if not isinstance(storage, TensorStorage):
+        raise TypeError(
+            f"Pairs are drawn from rows of tensors, but the storage is a {name}; "
+            "use LazyTensorStorage or LazyMemmapStorage."
+        )
+    if storage.ndim != 1:
+        raise ValueError(
+            f"The sampler needs a storage of one dimension, but this {name} has "
+            f"ndim={storage.ndim}; leave `ndim` out and extend the buffer with `data.reshape(-1)`."
+        )
+    if _compat.relabels_goals(storage):
+        raise TypeError(
+            "The sampler does not work in a HERReplayBuffer, which relabels rows by a flat index; "
+            "use a TensorDictReplayBuffer."
+        )
+
+
+def stored_entries(storage: Storage) -> TensorDictBase:
+    """The tensordict `[capacity]` inside a storage that holds at least one row."""
+    check_layout(storage)
+    if not len(storage):
+        raise RuntimeError("Cannot sample from an empty storage; extend the buffer first.")
+    data = _compat.entries(storage)
+    if data is None:
+        raise TypeError(
+            "The sampler reads named entries, but the storage holds bare tensors; "
+            "extend the buffer with a TensorDict."
+        )
+    return data
+
+
+def check_positions(index: Tensor, storage: Storage) -> Tensor:
+    """A vector of stored positions `[q]` as int64; raises if it is anything else."""
+    index = torch.as_tensor(index)
+    if index.ndim != 1 or index.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"Positions are a vector of integers, but `index` is {index.dtype} of shape "
+            f"{tuple(index.shape)}; give an int64 tensor of one dimension."
+        )
+    index = index.long()
+    if not len(index):
+        return index
+    outside = (index < 0) | (index >= len(storage))
+    if outside.any():
+        raise IndexError(
+            f"Position {int(index[outside][0])} was asked for, "
+            f"but the storage holds positions 0 to {len(storage) - 1}."
+        )
+    return index

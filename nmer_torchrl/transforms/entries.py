@@ -1,0 +1,117 @@
+"""Looks at the entries of rows for those that a fold would mix wrongly, or forget to mix."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterator
+
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+from torchrl.envs.transforms import Transform
+
+from nmer_torchrl.keys import get_entry, next_key
+
+# What TorchRL's transforms note about an episode beside its observations.
+_NOTES = {"reward", "episode_reward", "original_reward", "time_reset", "time_step", "time_policy"}
+_REWARD: NestedKey = ("next", "reward")
+
+
+def check_discrete(rows: TensorDictBase, agreed: Collection[NestedKey]) -> bool:
+    """Raises if discrete actions would be mixed, or kept beside mixed observations.
+
+    Args:
+        rows: Rows of any batch size.
+        agreed: Entries in which rows agree if they are mixed, or that are kept on purpose.
+
+    Returns:
+        Whether the rows tell; one row alone does not tell a one-hot action from a continuous one.
+    """
+    told = True
+    for key in rows.keys(True, True):
+        if _last(key) != "action" or _first(key) == "next" or key in agreed:
+            continue
+        entry = get_entry(rows, key)
+        one_hot = _is_one_hot(entry, rows.ndim)
+        told &= one_hot is not None
+        if one_hot or not entry.is_floating_point():
+            kind = "one-hot" if one_hot else str(entry.dtype)
+            raise ValueError(
+                f"The entry {key!r} is {kind}, that is, a discrete action, and a mix of two "
+                "discrete actions is not an action. Measure and mix the other entries, and mix "
+                f"only rows that agree in it: gates=[Same({key!r})], in make_replay_buffer "
+                f"same_keys=[{key!r}] and `keys` without it."
+            )
+    return told
+
+
+def _is_one_hot(entry: Tensor, dims: int) -> bool | None:
+    """Returns whether rows with `dims` batch dimensions are one-hot; None if one cannot tell.
+
+    Several one-hot parts side by side count, too: all rows then have the same number of ones.
+    """
+    if entry.ndim <= dims or entry.shape[-1] < 2 or not entry.is_floating_point():
+        return False
+    ones = (entry == 1).reshape(-1, entry.shape[-1])
+    count = ones.sum(-1)
+    alike = (count == count[:1]) & (count > 0) & (count < ones.shape[-1])
+    if not bool(((entry == 0) | (entry == 1)).all() & alike.all()):
+        return False
+    return True if bool((ones != ones[:1]).any()) else None
+
+
+def warn_unmixed(
+    fold: Transform,
+    rows: TensorDictBase,
+    mixed: Collection[NestedKey],
+    kept: Collection[NestedKey],
+    *,
+    outcomes: bool,
+) -> None:
+    """Warns if some entries of a transition are mixed while others stay the anchor's.
+
+    Args:
+        fold: What mixes.
+        rows: Rows of any batch size.
+        mixed: Entries that are mixed.
+        kept: Entries that are kept on purpose, or in which rows agree.
+        outcomes: Whether next observations and rewards are to be mixed, too.
+    """
+    observations = list(_observations(rows))
+    if not any(key in mixed for key in observations):
+        return  # a fold that leaves all observations as they are
+    wanted: list[NestedKey] = list(observations)
+    if _floats(rows, "action"):
+        wanted.append("action")
+    if outcomes:
+        wanted += [next_key(key) for key in observations]
+        wanted += [_REWARD] if _floats(rows, _REWARD) else []
+    left = [key for key in wanted if key not in mixed and key not in kept]
+    if left:
+        names = ", ".join(map(repr, left))
+        warnings.warn(
+            f"{type(fold).__name__} mixes {', '.join(map(repr, mixed))}, but the rows also hold "
+            f"{names}, which stay the anchor's, so that the parts of a mixed row may not belong "
+            "together. Mix them as well by `mix_keys` (in make_replay_buffer `keys` and "
+            f"`value_keys`), or keep the anchor's by anchor_keys=[{names}].",
+            stacklevel=2,
+        )
+
+
+def _observations(rows: TensorDictBase) -> Iterator[NestedKey]:
+    """Yields the floating-point entries that a row has before and after the step."""
+    for key in rows.keys(True, True):
+        if _last(key) not in _NOTES and _floats(rows, key) and _floats(rows, next_key(key)):
+            yield key
+
+
+def _floats(rows: TensorDictBase, key: NestedKey) -> bool:
+    entry = rows.get(key, None)
+    return isinstance(entry, Tensor) and entry.is_floating_point()
+
+
+def _first(key: NestedKey) -> str:
+    return key if isinstance(key, str) else key[0]
+
+
+def _last(key: NestedKey) -> str:
+    return key if isinstance(key, str) else key[-1]

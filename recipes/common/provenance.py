@@ -1,0 +1,37 @@
+"""Where the numbers of a run come from: the commit, the state of its tree, the processor."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+
+def describe_source() -> dict[str, Any]:
+    """Returns the commit (None outside a clone), whether its tree is clean, and the processor."""
+    commit = _git("rev-parse", "HEAD")
+    return {
+        "commit": commit,
+        "clean": None if commit is None else _git("status", "--porcelain") == "",
+        "processor": _processor(),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    """Returns what a git command prints about this file's repository; None if it fails."""
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _processor() -> str:
+    """Returns the processor's name as the system reports it."""
+    try:
+        name = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        name = None
+    return name[1] if name else platform.processor() or platform.machine()

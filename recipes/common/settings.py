@@ -1,0 +1,274 @@
+"""Settings: which ones a recipe has, and which values each may take."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from common.errors import UsageError
+from common.methods import registered_methods, settings_of
+
+CONF = Path(__file__).parents[1] / "conf"
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a setting may be.
+
+    Args:
+        least: Smallest value.
+        most: Largest value.
+        whole: Whether it is an integer.
+        above: Whether `least` itself is left out.
+        each: Whether the setting is a list of such numbers.
+        null: Whether it may be null, and what that means.
+    """
+
+    least: float = -math.inf
+    most: float = math.inf
+    whole: bool = False
+    above: bool = False
+    each: bool = False
+    null: str | None = None
+
+    def holds(self, value: Any) -> bool:
+        """Returns whether the setting may have this value."""
+        if value is None:
+            return self.null is not None
+        if isinstance(value, list | ListConfig):
+            return self.each and all(self._holds_number(entry) for entry in value)
+        return not self.each and self._holds_number(value)
+
+    def _holds_number(self, value: Any) -> bool:
+        kinds = int if self.whole else int | float
+        if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+            return False
+        return self.least <= value <= self.most and not (self.above and value == self.least)
+
+    def __str__(self) -> str:
+        noun = "integer" if self.whole else "number"
+        text = f"a list of {noun}s, each" if self.each else f"a{'n' * self.whole} {noun}"
+        if math.isinf(self.least):
+            text = text.replace("a number", "a finite number")
+        elif self.above:
+            text += f" above {self.least:g}" + (f", at most {self.most:g}" * (self.most < math.inf))
+        elif math.isinf(self.most):
+            text += f"{',' * (not self.each)} at least {self.least:g}"
+        else:
+            text += f" from {self.least:g} to {self.most:.10g}"
+        return text + (f", or null {self.null}" if self.null else "")
+
+
+_COUNT = Range(1, whole=True)
+_SIZE = Range(0)  # a number, at least 0
+_POSITIVE = Range(0, above=True)
+
+# Every number in `recipes/conf`, except those of the mapping `methods`. The package checks those,
+# and the options of `replay`.
+RANGES: dict[str, Range] = {
+    "seed": Range(0, 2**32 - 1, whole=True),
+    "total_frames": _COUNT,
+    "random_frames": _COUNT,
+    "replay_ratio": _SIZE,
+    "actor_l2": _SIZE,
+    "grad_clip": Range(0, above=True, null="for no clipping"),
+    "buffer_size": _COUNT,
+    "batch_size": _COUNT,
+    "hidden": Range(1, whole=True, each=True),
+    "lr": Range(0, 1, above=True),
+    "gamma": Range(0, 1),
+    "tau": Range(0, 1, above=True),
+    "threads": Range(1, 1024, whole=True),
+    "eval_every": _COUNT,
+    "eval_episodes": _COUNT,
+    "checkpoint_every": _COUNT,
+    # SAC
+    "alpha_init": _POSITIVE,
+    "target_entropy": Range(null="for minus the number of action dimensions"),
+    # TD3
+    "policy_delay": _COUNT,
+    "target_interval": _COUNT,
+    "target_noise": _SIZE,
+    "target_noise_clip": _SIZE,
+    "exploration_noise": _SIZE,
+    # The manifold's error
+    "sizes": Range(2, whole=True, each=True),
+    "rows": _COUNT,
+    "repeats": _COUNT,
+    "stretch": _COUNT,
+    "alpha": _POSITIVE,
+    # Groups
+    "collector.workers": _COUNT,
+    "collector.frames_per_batch": _COUNT,
+    "collector.cpus": Range(0.01),
+    "collector.patience": _SIZE,
+}
+CHOICES: dict[str, Sequence[bool | str | None]] = {
+    "compile": (True, False, "auto"),
+    "storage": ("memory", "memmap"),
+    "video": (True, False),
+    "collector.kind": ("local", "ray"),
+    "logger.mode": ("online", "offline", "disabled", None),
+}
+TEXTS = ("name", "run_dir", "resume", "cache", "out", "collector.address")
+_OPEN = {"methods"}  # mappings to which anyone may add entries
+_ABSENT = object()
+
+
+def check_values(cfg: DictConfig) -> None:
+    """Raises a `UsageError` for a value of the wrong type or outside its range."""
+    for name, numbers in RANGES.items():
+        value = OmegaConf.select(cfg, name, default=_ABSENT)
+        if value is not _ABSENT and not numbers.holds(value):
+            raise UsageError(f"{name}={_show(value)}, but it is {numbers}.")
+    for name, choices in CHOICES.items():
+        value = OmegaConf.select(cfg, name, default=_ABSENT)
+        if value is not _ABSENT and not any(
+            value is choice or (isinstance(choice, str) and value == choice) for choice in choices
+        ):
+            *others, last = map(_show, choices)
+            raise UsageError(f"{name}={_show(value)}, but it is {', '.join(others)} or {last}.")
+    for name in TEXTS:
+        value = OmegaConf.select(cfg, name)
+        if not isinstance(value, str | None):
+            raise UsageError(
+                f"{name}={_show(value)}, but it is text; put it in quotes: {name}=\"'{value}'\"."
+            )
+
+
+def check_names(cfg: DictConfig, recipe: str, choices: Mapping[str, str | None]) -> None:
+    """Raises a `UsageError` for a setting that the recipe does not have, or lacks.
+
+    Hydra's `+name=value` adds settings that nothing reads, and `~name` removes ones that are
+    needed.
+
+    Args:
+        cfg: The composed config.
+        recipe: Its name.
+        choices: The file that was chosen of each group.
+    """
+    reference, defaults = _read(recipe)
+    for group in defaults:
+        choice = choices.get(group)
+        if choice is not None and choice in _choices(group):
+            reference[group] = _settings(group, choice)
+        elif choice is not None:  # a file of the user's own says for itself what there is
+            reference[group] = OmegaConf.to_container(cfg[group])
+    given = OmegaConf.to_container(cfg)
+    assert isinstance(given, dict)
+    for name in _beyond(given, reference):
+        _raise_unknown(name, reference, choices)
+    for name in _beyond(reference, given):
+        raise UsageError(f"The setting {name} is missing, but {recipe}.py needs it; leave out `~`.")
+    if given.get("algorithm", recipe) != recipe:
+        raise UsageError(f"algorithm={given['algorithm']}, but {recipe}.py trains {recipe}.")
+
+
+def check_words(words: Sequence[str], recipe: str) -> None:
+    """Raises a `UsageError` for an override of a setting that the recipe does not have.
+
+    Hydra refuses it as well, but advises to add it.
+
+    Args:
+        words: The command line.
+        recipe: The name of the recipe.
+    """
+    if any(word.startswith(("-c", "--config", "hydra.searchpath")) for word in words):
+        return  # config files of the user's own may have other settings
+    reference, choices = _read(recipe)
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    choices |= {name: value for name, _, value in (word.partition("=") for word in overrides)}
+    for group in reference.keys() & _groups():
+        known = _choices(group)
+        for choice in known & set(choices[group].split(",")) or known:
+            reference[group] |= _settings(group, choice)
+    for word in overrides:
+        name = word.partition("=")[0].lstrip("+~")
+        if "/" in name or name.split(".")[0] == "hydra":
+            continue
+        tree: Any = None
+        for part in reversed(name.split(".")):
+            tree = {part: tree}
+        if any(_beyond(tree, reference)):
+            _raise_unknown(name, reference, choices)
+
+
+def _read(recipe: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The settings of a recipe without those of its groups, and the groups with their defaults."""
+    settings = _load(CONF / f"{recipe}.yaml")
+    reference: dict[str, Any] = {}
+    choices: dict[str, str] = {}
+    for entry in settings.pop("defaults"):
+        if isinstance(entry, dict):
+            choices |= {group: choice for group, choice in entry.items() if group in _groups()}
+        elif entry != "_self_":
+            reference |= _load(CONF / f"{entry}.yaml")
+    reference |= settings | {group: {} for group in choices}
+    del reference["hydra"]
+    return reference, choices
+
+
+def _load(path: Path) -> dict[str, Any]:
+    loaded = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(loaded, dict)
+    return {str(name): value for name, value in loaded.items()}
+
+
+def _groups() -> set[str]:
+    return {"replay", *(path.name for path in CONF.iterdir() if path.is_dir())}
+
+
+def _choices(group: str) -> set[str]:
+    if group == "replay":
+        return registered_methods()
+    return {path.stem for path in (CONF / group).glob("*.yaml")}
+
+
+def _settings(group: str, choice: str) -> dict[str, Any]:
+    return settings_of(choice) if group == "replay" else _load(CONF / group / f"{choice}.yaml")
+
+
+def _beyond(tree: Mapping[Any, Any], other: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
+    """The settings of a tree that the other one does not have."""
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        if name not in other:
+            yield path
+        elif path not in _OPEN and isinstance(value, Mapping) and isinstance(other[name], Mapping):
+            yield from _beyond(value, other[name], f"{path}.")
+
+
+def _names(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
+    """Every setting of a tree by its full name."""
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        if path not in _OPEN and isinstance(value, Mapping):
+            yield from _names(value, f"{path}.")
+        else:
+            yield path
+
+
+def _raise_unknown(name: str, reference: Mapping[Any, Any], choices: Mapping[str, Any]) -> None:
+    """Raises with the nearest name, and with those that stand beside it."""
+    names = sorted(_names(reference))
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    group = name.partition(".")[0]
+    if "." in name and isinstance(reference.get(group), Mapping):
+        where = f" with {group}={choices[group]}" if choices.get(group) else ""
+        known = ", ".join(other for other in names if other.startswith(f"{group}."))
+    else:
+        where, known = "", ", ".join(other for other in names if "." not in other)
+    raise UsageError(f"There is no setting {name}{where}.{hint} Known are: {known}.")
+
+
+def _show(value: Any) -> str:
+    """A value as it stands in a command line."""
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)

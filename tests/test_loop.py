@@ -1,0 +1,89 @@
+"""What a training loop tells a buffer, by every method and for parts of the user's own."""
+
+import pytest
+import torch
+from helpers import make_transitions
+from torchrl.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffer
+from torchrl.envs.transforms import Compose
+
+from nmer_torchrl import NeighborPairs, PairMixup, loop, make_replay_buffer
+from nmer_torchrl.methods import METHODS
+from nmer_torchrl.transforms import TunedMixup
+
+N = 40
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_one_loop_serves_every_method(kind):
+    buffer = make_replay_buffer(kind, capacity=N, batch_size=8)
+    loop.synchronize(buffer)  # before there is a row
+    for row in make_transitions(N):
+        buffer.add(row)
+        loop.synchronize(buffer)
+    loop.finish_episode(buffer, 3.0)
+    batch = buffer.sample()
+    loop.report_errors(buffer, batch, torch.rand(8))
+    assert buffer.sample().shape == (8,)
+
+
+@pytest.mark.parametrize("kind", ["nmer", "per_nmer", "neighborhood", "mixup", "ct"])
+def test_what_is_taken_up_now_leaves_nothing_for_the_draw(kind):
+    buffer = make_replay_buffer(kind, capacity=N, batch_size=8)
+    buffer.extend(make_transitions(N))
+    loop.synchronize(buffer)
+    assert list(buffer.sampler.unit.rows.changes(buffer.storage)) == []
+
+
+def test_a_unit_beside_a_sampler_is_told():
+    unit = NeighborPairs()
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(N), sample_unit=unit, transform=PairMixup(), batch_size=8
+    )
+    buffer.extend(make_transitions(N))
+    loop.synchronize(buffer)
+    assert list(unit.rows.changes(buffer.storage)) == []
+
+
+def test_errors_move_priorities():
+    for kind in ("per", "per_nmer"):
+        buffer = make_replay_buffer(kind, capacity=N, batch_size=8)
+        buffer.extend(make_transitions(N))
+        batch = buffer.sample()
+        loop.report_errors(buffer, batch, torch.full((8,), 7.0))
+        index = batch["index"].reshape(8, -1)[:, 0]
+        assert (buffer.sampler.priorities(index) > 1.5).any()
+
+
+def test_a_sampler_of_the_users_own_takes_part_by_public_methods():
+    heard = []
+
+    class Own(RandomSampler):
+        learns = True
+
+        def synchronize(self, storage):
+            heard.append(len(storage))
+
+        def finish_episode(self, episode_return, storage):
+            heard.append(episode_return)
+
+        def update_priority(self, index, priority, *, storage=None):
+            heard.append((index.shape, priority.shape))
+
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(N), sampler=Own(), batch_size=8)
+    buffer.extend(make_transitions(N))
+    loop.synchronize(buffer)
+    loop.finish_episode(buffer, 2.5)
+    loop.report_errors(buffer, buffer.sample(), torch.rand(8))
+    assert heard == [N, 2.5, ((8,), (8,))]
+    assert loop.learns(buffer)
+
+
+def test_batches_are_drawn_one_by_one_where_updates_change_the_draw():
+    alone = {
+        kind for kind in METHODS if loop.learns(make_replay_buffer(kind, capacity=9, batch_size=3))
+    }
+    assert alone == {"per", "per_nmer", "tuned_ct"}
+    nested = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(9), transform=Compose(Compose(TunedMixup())), batch_size=3
+    )
+    assert loop.learns(nested)

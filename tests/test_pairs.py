@@ -1,0 +1,370 @@
+"""The contract of pairings: every unit, beside every sampler of single rows, under every fold."""
+
+import pickle
+
+import pytest
+import torch
+from helpers import assert_neighbors, make_transitions, stored_points
+from tensordict import TensorDict
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from torchrl.data.replay_buffers import (
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    StalenessAwareSampler,
+)
+from torchrl.envs.transforms import Compose
+
+from nmer_torchrl import (
+    Neighborhoods,
+    NeighborPairs,
+    NeighborPairSampler,
+    PairMixup,
+    PairStorage,
+    RandomPairs,
+    RandomPairSampler,
+    SuccessorPairs,
+    TemporalPairSampler,
+    loop,
+)
+from nmer_torchrl.pairs import Pairing
+from nmer_torchrl.samplers import NeighborhoodSampler, PairSampler
+from nmer_torchrl.tracking import StoredRows
+from nmer_torchrl.transforms import (
+    DensityFraction,
+    DistanceCap,
+    Fraction,
+    GaussianProcessMixup,
+    NeighborhoodMixup,
+    QuantileCap,
+)
+
+N, B = 64, 32
+
+
+def episode(n: int = N, seed: int = 0) -> TensorDict:
+    """Rows of one episode: each starts where the one before ended."""
+    rows = make_transitions(n, seed=seed)
+    rows["next", "observation"][:-1] = rows["observation"][1:]
+    rows["next", "done"][:] = False
+    return rows
+
+
+UNITS = {
+    "neighbors": lambda: NeighborPairs(k=4, search="torch"),
+    "graph": lambda: NeighborPairs(k=4),
+    "random": RandomPairs,
+    "successors": SuccessorPairs,
+    "neighborhoods": lambda: Neighborhoods(k=4),
+}
+ANCHORS = {
+    "random": RandomSampler,
+    "without replacement": SamplerWithoutReplacement,
+    "priorities": lambda: PrioritizedSampler(N, alpha=0.6, beta=0.4),
+    "staleness": StalenessAwareSampler,
+}
+
+
+def fold(unit: Pairing):
+    return NeighborhoodMixup(0.75) if isinstance(unit, Neighborhoods) else PairMixup(0.75)
+
+
+def make(unit, sampler=None, *, storage=None, buffer=TensorDictReplayBuffer, **options):
+    options.setdefault("transform", fold(unit))
+    sampler = {} if sampler is None else {"sampler": sampler}
+    return buffer(
+        storage=LazyTensorStorage(N) if storage is None else storage,
+        sample_unit=unit,
+        batch_size=B,
+        **sampler,
+        **options,
+    )
+
+
+def check(unit, buffer, batch, newest: int = N - 1) -> None:
+    """The batch is what the definitions make of the rows stored now."""
+    stored, index = buffer.storage[:], batch["index"]
+    width = 5 if isinstance(unit, Neighborhoods) else 2
+    assert index.shape == (len(batch), width)
+    weight = batch["mixup_weight"].double()
+    weight = weight if width > 2 else torch.cat([weight, 1 - weight], -1)
+    for key in ("observation", "action", ("next", "observation"), ("next", "reward")):
+        expected = torch.einsum("bm,bmd->bd", weight, stored[key][index].double())
+        torch.testing.assert_close(batch[key].double(), expected, rtol=1e-5, atol=1e-5)
+    anchor, partner = index[:, 0], index[:, 1:]
+    if isinstance(unit, (NeighborPairs, Neighborhoods)):
+        near = unit.neighbors(buffer.storage, anchor)
+        assert_neighbors(stored_points(buffer.storage), anchor, near)
+        assert (partner.unsqueeze(2) == near.unsqueeze(1)).any(2).all()
+    elif isinstance(unit, RandomPairs):
+        assert (partner[:, 0] != anchor).all()
+    else:
+        following = torch.where(anchor == newest, anchor, (anchor + 1) % len(stored))
+        assert torch.equal(partner[:, 0], following)
+
+
+@pytest.fixture(params=UNITS)
+def unit(request) -> Pairing:
+    torch.manual_seed(0)
+    return UNITS[request.param]()
+
+
+@pytest.mark.parametrize("anchors", ANCHORS)
+def test_every_unit_goes_with_every_sampler_of_single_rows(unit, anchors):
+    buffer = make(unit, ANCHORS[anchors]())
+    rows = episode()
+    rows["policy_version"] = torch.arange(-N, 0)  # which tells how stale they are
+    buffer.extend(rows)
+    for _ in range(3):
+        check(unit, buffer, buffer.sample())
+
+
+@pytest.mark.parametrize(
+    "kind", [TensorDictReplayBuffer, TensorDictPrioritizedReplayBuffer], ids=lambda k: k.__name__
+)
+def test_priorities_of_anchors_follow_their_errors(unit, kind):
+    if kind is TensorDictReplayBuffer:
+        buffer = make(unit, PrioritizedSampler(N, alpha=1.0, beta=1.0))
+    else:
+        buffer = make(unit, buffer=kind, alpha=1.0, beta=1.0)
+    buffer.extend(episode())
+    batch = buffer.sample()
+    assert batch["priority_weight"].shape == (B,)  # of the anchors
+    batch["td_error"] = torch.zeros(B)
+    buffer.update_tensordict_priority(batch)
+    drawn = set(batch["index"][:, 0].tolist())
+    again = torch.cat([buffer.sample()["index"][:, 0] for _ in range(5)])
+    assert drawn.isdisjoint(again.tolist())  # of priority zero, though they may be partners
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, PairStorage])
+def test_writes_of_every_kind_are_taken_up(unit, storage):
+    buffer = make(unit, storage=storage(N))
+    buffer.extend(episode(40))
+    check(unit, buffer, buffer.sample(), newest=39)
+    for row in episode(5, seed=1):
+        buffer.add(row)
+    buffer.sample()
+    buffer.extend(episode(N, seed=2))  # wraps around
+    assert len(buffer) == N
+    newest = (40 + 5 + N - 1) % N
+    check(unit, buffer, buffer.sample(), newest)
+    buffer.empty()
+    buffer.extend(episode(N, seed=3))
+    check(unit, buffer, buffer.sample())
+
+
+def test_announced_writes_are_read_alone(unit):
+    """A unit hears of writes through the storage; new rows do not cost a reading of all."""
+    buffer = make(unit)
+    buffer.extend(episode(40))
+    loop.synchronize(buffer)
+    buffer.sample()
+    buffer.extend(episode(3, seed=1))
+    positions = [index.tolist() for index, _ in unit.rows.changes(buffer.storage)]
+    assert positions == [[40, 41, 42]]
+
+
+def test_writes_by_position_are_noticed():
+    unit = NeighborPairs(k=4)
+    buffer = make(unit)
+    buffer.extend(episode())
+    buffer.sample()
+    buffer[10:20] = episode(10, seed=5)
+    check(unit, buffer, buffer.sample())
+
+
+def test_batches_are_drawn_ahead_and_copied(unit):
+    buffer = make(unit, prefetch=2)
+    buffer.extend(episode())
+    for _ in range(4):
+        check(unit, buffer, buffer.sample())
+    copy = pickle.loads(pickle.dumps(make(UNITS["random"]())))
+    copy.extend(episode())
+    assert copy.sample().shape == (B,)
+
+
+def test_a_plain_replay_buffer_takes_a_unit(unit):
+    buffer = make(unit, buffer=ReplayBuffer)
+    buffer.extend(episode())
+    batch, info = buffer.sample(return_info=True)
+    assert batch.shape == info["index"].shape[:1] == (B,)
+
+
+def test_a_generator_decides_about_partners():
+    def draw(seed):
+        unit = NeighborPairs(k=10)
+        unit.generator = torch.Generator().manual_seed(seed)
+        buffer = make(unit, generator=torch.Generator().manual_seed(0))
+        buffer.extend(episode())
+        return buffer.sample()["index"]
+
+    first, same, other = draw(1), draw(1), draw(2)
+    assert torch.equal(first, same)
+    assert torch.equal(first[:, 0], other[:, 0])
+    assert not torch.equal(first[:, 1], other[:, 1])
+
+
+@pytest.mark.parametrize(
+    ("sampler", "name"),
+    [
+        (lambda: NeighborPairSampler(k=4), "neighbors"),
+        (RandomPairSampler, "random"),
+        (TemporalPairSampler, "successors"),
+        (lambda: NeighborhoodSampler(k=4), "neighborhoods"),
+        (lambda: PairSampler(RandomPairs()), "random"),
+    ],
+)
+def test_samplers_of_pairs_are_uniform_anchors_beside_a_unit(sampler, name):
+    """With the same seed both draw the same anchors and the same partners."""
+    sampler = sampler()
+    both = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(N),
+        sampler=sampler,
+        transform=fold(sampler.unit),
+        batch_size=B,
+        generator=torch.Generator().manual_seed(3),
+    )
+    generator = torch.Generator().manual_seed(3)
+    unit = UNITS[name]()
+    unit.generator = generator
+    apart = make(unit, RandomSampler(), generator=generator)
+    for buffer in (both, apart):
+        buffer.extend(episode())
+    for _ in range(3):
+        assert torch.equal(both.sample()["index"], apart.sample()["index"])
+
+
+# -- misuse ------------------------------------------------------------------------------------
+
+
+def test_a_unit_without_a_fold_is_refused(unit):
+    buffer = make(unit, transform=None)
+    buffer.extend(episode())
+    with pytest.raises(TypeError, match=rf"{type(unit).__name__} draws .*add a fold"):
+        buffer.sample()
+    buffer.append_transform(fold(unit))
+    buffer.sample()
+
+
+@pytest.mark.parametrize(
+    "slices",
+    [
+        lambda: SliceSampler(slice_len=2, end_key=("next", "done")),
+        lambda: PrioritizedSliceSampler(N, 0.6, 0.4, slice_len=2, end_key=("next", "done")),
+    ],
+    ids=["slices", "slices by priority"],
+)
+def test_slices_of_episodes_are_refused(unit, slices):
+    buffer = make(unit, slices())
+    buffer.extend(episode())
+    with pytest.raises(TypeError, match=r"draws slices of episodes.*draws single rows"):
+        buffer.sample()
+
+
+def test_pairs_are_not_paired_again(unit):
+    buffer = make(unit, NeighborPairSampler())
+    buffer.extend(episode())
+    with pytest.raises(
+        TypeError, match=r"NeighborPairSampler draws pairs.*leave out one of the two"
+    ):
+        buffer.sample()
+
+
+@pytest.mark.parametrize("unit", ["random", "successors"], indirect=True)
+def test_two_folds_beside_a_unit_are_refused(unit):
+    buffer = make(unit, transform=Compose(PairMixup(), PairMixup()))
+    buffer.extend(episode())
+    with pytest.raises(
+        TypeError, match=rf"RandomSampler with {type(unit).__name__}; keep one fold"
+    ):
+        buffer.sample()
+
+
+def test_neighborhoods_need_a_fold_of_their_own():
+    buffer = make(Neighborhoods(k=4), transform=PairMixup())
+    buffer.extend(episode())
+    with pytest.raises(TypeError, match="RandomSampler with Neighborhoods; use NeighborhoodMixup"):
+        buffer.sample()
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda unit: PairMixup(gates=[DistanceCap(unit, 1.0)]),
+        lambda unit: PairMixup(gates=[QuantileCap(unit, 0.9)]),
+        lambda unit: PairMixup(gates=[Fraction(DensityFraction(unit, 0.0, 1.0, 9))]),
+        lambda unit: GaussianProcessMixup(unit),
+    ],
+    ids=["cap", "quantile", "density", "process"],
+)
+def test_a_measure_belongs_to_the_unit_of_the_same_buffer(transform):
+    unit, other = NeighborPairs(k=4), NeighborPairs(k=4)
+    used = make(other)
+    used.extend(episode())
+    used.sample()
+    right = make(unit, transform=transform(unit))
+    right.extend(episode())
+    right.sample()
+    wrong = make(NeighborPairs(k=4), transform=transform(other))
+    wrong.extend(episode())
+    with pytest.raises(ValueError, match="belongs to another sampler"):
+        wrong.sample()
+
+
+def test_a_sampler_of_pairs_draws_by_the_generator_of_its_unit():
+    def draw(seed):
+        unit = RandomPairs(generator=torch.Generator().manual_seed(seed))
+        buffer = make(None, PairSampler(unit), generator=torch.Generator().manual_seed(0))
+        buffer.extend(episode())
+        return buffer.sample()["index"]
+
+    assert torch.equal(draw(1), draw(1))
+    assert not torch.equal(draw(1), draw(2))
+    with pytest.raises(TypeError, match=r"NeighborPairSampler.*is not a Pairing"):
+        PairSampler(NeighborPairSampler())
+
+
+def test_a_unit_of_a_member_is_not_ignored_by_an_ensemble():
+    """TorchRL's ensemble does not ask its members' units, so the fold gets single rows."""
+    members = [make(RandomPairs()) for _ in range(2)]
+    for member in members:
+        member.extend(episode())
+    ensemble = ReplayBufferEnsemble(*members, sample_from_all=True, batch_size=B)
+    with pytest.raises(TypeError, match="ReplayBufferEnsemble ignores the sample_unit of its"):
+        ensemble.sample()
+
+
+def test_a_storage_of_several_dimensions_is_refused(unit):
+    buffer = make(unit, storage=LazyTensorStorage(N, ndim=2), transform=lambda batch: batch)
+    buffer.extend(episode().reshape(2, -1))
+    with pytest.raises(
+        (TypeError, ValueError), match=r"one position for each anchor|one dimension"
+    ):
+        buffer.sample()
+
+
+def test_a_unit_of_the_users_own_needs_public_names_alone():
+    class WithTheOldest(Pairing):
+        def __init__(self):
+            super().__init__(StoredRows(["observation"], []))
+
+        def synchronize(self, storage):
+            for _ in self.rows.changes(storage):
+                pass
+
+        def partners(self, anchor, generator=None):
+            return torch.zeros_like(anchor)
+
+    buffer = make(WithTheOldest())
+    buffer.extend(episode())
+    assert (buffer.sample()["index"][:, 1] == 0).all()

@@ -1,0 +1,336 @@
+"""The recipes' updates: right, the same compiled and recorded, and free of waits for the device."""
+
+import contextlib
+import functools
+import importlib
+
+import pytest
+import torch
+import torchrl.objectives
+from pretend_cuda import pretend_cuda
+from recipe_helpers import make_batch, make_config
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from common import compiling, losses  # isort: skip
+from common.compiling import Captured  # isort: skip
+
+CPU = torch.device("cpu")
+ROWS, OBSERVATIONS, ACTIONS = 16, 4, 2
+ALGORITHMS = ("td3", "sac")
+
+
+def make_agent(algorithm, *overrides, device=CPU):
+    """An agent, its config and its module; the same each time."""
+    recipe = importlib.import_module(algorithm)
+    cfg = make_config(algorithm, "hidden=[8,8]", f"batch_size={ROWS}", *overrides)
+    torch.manual_seed(0)
+    return recipe.make_agent(cfg, OBSERVATIONS, ACTIONS, device)[-1], cfg, recipe
+
+
+def make_blocks(*sizes, seed=0, device=CPU):
+    torch.manual_seed(seed)
+    rows = [make_batch(n * ROWS, OBSERVATIONS, ACTIONS) for n in sizes]
+    return [losses.as_block(batch, ROWS, device) for batch in rows]
+
+
+def state_of(agent, optimizers):
+    """Every tensor that an update changes."""
+    moments = [s for o in optimizers.values() for s in tree_leaves(list(o.state.values()))]
+    return [*agent.parameters(), *agent.buffers(), *moments]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_losses_and_targets_are_those_of_torchrl_and_errors_are_averaged(algorithm):
+    batch = make_batch(32, OBSERVATIONS, ACTIONS)
+    batch["priority_weight"] = torch.rand(32)
+    found = {}
+    for ours in (True, False):
+        agent, cfg, _ = make_agent(algorithm)
+        target = torchrl.objectives.SoftUpdate(agent, tau=cfg.tau)
+        with torch.no_grad():  # targets that differ from what they follow
+            for parameter in agent.parameters():
+                parameter += torch.randn_like(parameter) / 10
+        weights = losses.find_weights(agent)
+        losses.move_targets(weights, cfg.tau) if ours else target.step()
+        torch.manual_seed(1)
+        rows = batch.clone()
+        if ours:
+            (block,) = losses.as_block(rows, 32, CPU).unbind()
+            noise = torch.stack([torch.randn(32, ACTIONS) for _ in range(2)])
+        if algorithm == "sac" and ours:
+            values, errors = losses.SACLosses(agent)(weights, block, noise)
+        elif algorithm == "sac":
+            values = agent(rows).to_dict()
+            errors = rows["td_error"]
+        elif ours:
+            direct = losses.TD3Losses(agent)
+            value, errors = direct.critic_loss(weights, block, noise[0])
+            values = {"value": value, "policy": direct.actor_loss(weights, block)}
+        else:
+            (value, details), (policy, _) = agent.value_loss(rows), agent.actor_loss(rows)
+            values = {"value": value, "policy": policy}
+            errors = details["td_error"].sqrt()
+        learned = [value for value in values.values() if value.requires_grad]
+        sum(learned).backward()
+        gradients = {name: p.grad for name, p in agent.named_parameters()}
+        found[ours] = (values, gradients, dict(agent.named_buffers()))
+        found[ours, "errors"] = errors
+    assert len(learned) == (2 if algorithm == "td3" else 3)
+    torch.testing.assert_close(found[True], found[False])
+    if algorithm == "td3":  # TorchRL has a row for each critic
+        torch.testing.assert_close(found[True, "errors"], found[False, "errors"].mean(0))
+    else:  # and here only the largest
+        assert (found[True, "errors"] <= found[False, "errors"]).all()
+        assert (found[True, "errors"] < found[False, "errors"]).any()
+
+
+def test_targets_bootstrap_except_at_terminations():
+    agent, cfg, _ = make_agent("td3")
+    torchrl.objectives.SoftUpdate(agent, tau=cfg.tau)
+    (block,) = make_blocks(1)
+    (batch,) = block.unbind()
+    weights = losses.find_weights(agent)
+    goal = losses.TD3Losses(agent).goal(weights, batch, torch.zeros(ROWS, ACTIONS))
+    assert batch.terminated.any()
+    assert torch.equal(goal == batch.reward, batch.terminated)
+
+
+@pytest.mark.parametrize(("delay", "interval", "l2", "limit"), [(2, 1, 0, "null"), (3, 2, 0.1, 1)])
+def test_blocks_of_td3_make_the_steps_of_a_plain_loop(delay, interval, l2, limit):
+    options = [f"policy_delay={delay}", f"target_interval={interval}", f"actor_l2={l2}"]
+    options += [f"grad_clip={limit}", "lr=0.01"]
+    blocks = make_blocks(1, 4, 1, 5)
+    agent, cfg, recipe = make_agent("td3", *options)
+    update, _ = recipe.make_update(cfg, agent)
+    torch.manual_seed(1)
+    done, found = 0, []
+    for block in blocks:
+        found.append(update(block, done)[0])
+        done += len(block.reward)
+    assert [len(each["loss_qvalue"]) for each in found] == [1, 4, 1, 5]
+    assert sum(len(each.get("loss_actor", ())) for each in found) == 11 // delay
+
+    # The same with torch's optimizers and TorchRL's targets, a batch at a time.
+    other, _, _ = make_agent("td3", *options)
+    target = torchrl.objectives.SoftUpdate(other, tau=cfg.tau)
+    direct = losses.TD3Losses(other)
+    held = losses.find_weights(other)
+    actor, critics = held.actor, held.critics
+    optimizers = [torch.optim.Adam(weights, lr=cfg.lr) for weights in (actor, critics)]
+    torch.manual_seed(1)
+    number = 0
+    for block in blocks:
+        noise = torch.randn_like(block.action)
+        for i, batch in enumerate(block.unbind()):
+            number += 1
+            steps = [(direct.critic_loss(held, batch, noise[i])[0], critics, optimizers[1])]
+            if number % delay == 0:
+                steps.append((None, actor, optimizers[0]))
+            for total, weights, optimizer in steps:
+                if total is None:
+                    decay = sum(w.square().sum() for w in actor if w.ndim == 2) / 2
+                    total = direct.actor_loss(held, batch) + l2 * decay
+                optimizer.zero_grad()
+                total.backward(inputs=weights)
+                if limit != "null":
+                    torch.nn.utils.clip_grad_norm_(weights, limit)
+                optimizer.step()
+            if number % interval == 0:
+                target.step()
+    torch.testing.assert_close(dict(agent.state_dict()), dict(other.state_dict()))
+
+
+def test_gradients_of_sac_are_clipped_for_each_network_on_its_own():
+    (block,) = make_blocks(1)
+    agent, cfg, recipe = make_agent("sac", "grad_clip=0.01", "actor_l2=0")
+    update, optimizers = recipe.make_update(cfg, agent)
+    update(block, 0)
+    moments = [state["exp_avg"] for state in optimizers["optimizer"].state.values()]
+    actor = len(list(agent.actor_network_params.flatten_keys().values()))
+    groups = (moments[:actor], moments[actor:-1], moments[-1:])
+    norms = [float(torch.nn.utils.get_total_norm(group)) / 0.1 for group in groups]
+    assert norms == pytest.approx([0.01] * 3, rel=1e-3)
+
+
+@pytest.mark.xdist_group("recipes_td3")
+@pytest.mark.filterwarnings("ignore:torch._dynamo.config:FutureWarning")  # tensordict reads it
+@pytest.mark.parametrize(
+    ("algorithm", "steps"),
+    [("td3", 4), ("sac", 2)],  # two rounds of a loop, whose body is two steps or one
+)
+def test_a_compiled_block_gives_the_numbers_of_its_steps(algorithm, steps, monkeypatch):
+    states = {}
+    for compiled in (True, False):
+        agent, cfg, recipe = make_agent(algorithm, "grad_clip=1", "actor_l2=0.1")
+        if compiled:
+            # Traced as a whole, gradients and all; the test after this one generates code.
+            compiler = functools.partial(torch.compile, backend="aot_eager")
+            monkeypatch.setattr(torch, "compile", compiler)
+            monkeypatch.setattr(compiling, "is_worth_it", lambda _: True)
+        update, optimizers = recipe.make_update(cfg, agent)
+        monkeypatch.undo()
+        (block,) = make_blocks(steps)
+        states[compiled] = (update(block, 0), state_of(agent, optimizers))
+    torch.testing.assert_close(states[True], states[False], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.xdist_group("recipes_td3")
+def test_code_that_is_generated_for_a_loop_gives_the_numbers_of_its_steps(tmp_path, monkeypatch):
+    # A cache of its own: a run that is killed leaves half a file in the one that all share.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    found = {}
+    for compiled in (True, False):
+        torch.manual_seed(0)
+        weights = losses.Weights(
+            [], [torch.randn(1, 2).requires_grad_()], [], [], [torch.ones(1, 2)]
+        )
+        optimizer = losses.Adam(weights.critics, lr=0.01)
+
+        def step(state, batch, noise, turn, optimizer=optimizer):
+            weights, moments = state
+
+            def loss(critics):
+                error = batch.observation @ critics[0].T - batch.reward.unsqueeze(1) - noise
+                return error.square().mean(), error.detach().abs().mean(-1)
+
+            gradients, errors = losses.differentiate(loss, weights.critics)
+            optimizer.move(weights.critics, gradients, moments)
+            if turn:
+                losses.move_targets(weights, 0.1)
+            return {"loss": errors.mean()}, errors
+
+        run = compiling.make_steps(step)
+        if compiled:
+            run = torch.compile(compiling.make_loop(step), fullgraph=True, dynamic=False)
+        rows = [torch.randn(7, 4, 2) for _ in range(3)]
+        block = losses.Batch(*rows, torch.randn(7, 4), torch.zeros(7, 4, dtype=torch.bool))
+        state = (weights, optimizer.moments)
+        results = run(
+            state, block, torch.randn(7, 4, 1), (False, True, False, True, False, True, False)
+        )
+        found[compiled] = (results, [*weights.critics, *weights.target_critics], optimizer.moments)
+    torch.testing.assert_close(found[True], found[False], rtol=1e-5, atol=1e-6)
+
+
+def test_a_loop_is_as_many_steps_as_its_constants_take_to_repeat():
+    turns = (False, True) * 3
+    assert compiling.find_period((), 6) == 1
+    assert compiling.find_period((turns,), 6) == 2
+    assert compiling.find_period((turns, (1, 2, 3, 1, 2, 3)), 6) == 6
+    assert compiling.find_period((turns[:3],), 3) == 2
+
+
+class Recording(TorchDispatchMode):
+    """What a CUDA graph is, on the CPU: operations on fixed memory, to be run again as they were.
+
+    Recording changes nothing: what `kept` holds is put back at the end.
+    """
+
+    def __init__(self, kept):
+        super().__init__()
+        self.kept, self.operations, self.replays = kept, [], 0
+
+    def __enter__(self):
+        self.before = [tensor.detach().clone() for tensor in self.kept]
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        with torch.no_grad():
+            for tensor, value in zip(self.kept, self.before, strict=True):
+                tensor.copy_(value)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, results))
+        return results
+
+    @torch.no_grad()
+    def replay(self):
+        self.replays += 1
+        for func, args, kwargs, results in self.operations:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(results), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_recorded_update_gives_the_numbers_of_the_loop(algorithm, monkeypatch):
+    class Stream:
+        def wait_stream(self, _):
+            pass
+
+    states, recordings = {}, []
+    for recorded in (True, False):
+        agent, cfg, recipe = make_agent(algorithm, "grad_clip=1", "actor_l2=0.1")
+        if recorded:
+            monkeypatch.setattr(recipe, "maybe_capture", lambda _, update: Captured(update))
+        update, optimizers = recipe.make_update(cfg, agent)
+        kept = state_of(agent, optimizers)
+
+        def make_graph(kept=kept):
+            recordings.append(Recording(kept))
+            return recordings[-1]
+
+        for name, fake in {
+            "CUDAGraph": make_graph,
+            "graph": lambda graph: graph,
+            "Stream": Stream,
+            "current_stream": Stream,
+            "stream": lambda _: contextlib.nullcontext(),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        results, done = [], 0
+        for block in make_blocks(*[3] * 12):  # TD3's actor moves in the first or in the second
+            values, errors = update(block, done)
+            results.append(({k: v.clone() for k, v in values.items()}, errors.clone()))
+            done += 3
+        states[recorded] = (results, kept)
+        monkeypatch.undo()
+    assert sum(recording.replays for recording in recordings) == (6 if algorithm == "td3" else 9)
+    torch.testing.assert_close(states[True], states[False])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_update_never_waits_for_the_device(algorithm):
+    expected = None
+    for place in ("cpu", "cuda:0"):
+        with pretend_cuda() if place == "cuda:0" else contextlib.nullcontext() as waits:
+            device = torch.device(place)
+            options = [f"device={place}", "compile=false", "grad_clip=1", "actor_l2=0.1"]
+            agent, cfg, recipe = make_agent(algorithm, *options, device=device)
+            update, _ = recipe.make_update(cfg, agent)
+            done = 0
+            for block in make_blocks(1, 3, device=device):
+                if waits is not None:
+                    waits.clear()
+                values, _ = update(block, done)
+                done += len(block.reward)
+                assert not waits
+            values = {name: value.cpu() for name, value in values.items()}
+        expected = values if expected is None else expected
+    torch.testing.assert_close(values, expected, rtol=0, atol=0)
+
+
+def test_a_saved_optimizer_goes_on_number_for_number():
+    states = []
+    for stops in (False, True):
+        agent, cfg, recipe = make_agent("sac")
+        update, optimizers = recipe.make_update(cfg, agent)
+        blocks = make_blocks(2, 2)
+        torch.manual_seed(1)
+        update(blocks[0], 0)
+        if stops:
+            saved = optimizers["optimizer"].state_dict()
+            weights = agent.state_dict()
+            agent, _, _ = make_agent("sac")
+            torch.manual_seed(1)
+            torch.randn(2, 2, ROWS, ACTIONS)
+            update, optimizers = recipe.make_update(cfg, agent)
+            agent.load_state_dict(weights)
+            optimizers["optimizer"].load_state_dict(saved)
+        update(blocks[1], 2)
+        states.append(state_of(agent, optimizers))
+    torch.testing.assert_close(*states, rtol=0, atol=0)
