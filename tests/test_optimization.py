@@ -116,8 +116,9 @@ def test_features_are_reward_error_and_age():
     assert age[0] == 1
     assert (age.diff() < 0).all()
     buffer.extend(make_rows(1, seed=2))  # new: the largest error that is known, and no age
-    assert buffer.sampler._error[0] == pytest.approx(14.9)
-    assert buffer.sampler._features(buffer.storage)[0, 2] < 0.01
+    _, error, age = buffer.sampler._features(buffer.storage).T
+    assert error[0] == error[1:].max()
+    assert age[0] < 0.01
     for seed in range(20):  # however often the ring has turned, the oldest row has age 1
         buffer.extend(make_rows(150, seed))
     assert buffer.sampler._features(buffer.storage)[:, 2].max() == 1
@@ -208,3 +209,23 @@ def test_bad_values_are_refused():
     buffer.update_priority(torch.empty(0, dtype=torch.int64), torch.empty(0))
     with pytest.raises(ValueError, match="name exactly one"):
         make_replay_buffer("ero", capacity=9, batch_size=2, value_keys=[("next", "observation")])
+
+
+def test_errors_on_a_device_are_noted_without_waiting_and_checked_when_an_episode_ends(cuda):
+    buffer, index = make_buffer(), torch.arange(150, device="cuda:0")
+    errors = (torch.arange(150) / 10).to("cuda:0")
+    expected = make_buffer()
+    expected.update_priority(index.cpu(), errors.cpu())
+    if cuda is not None:
+        cuda.clear()
+    buffer.update_priority(index, errors)
+    assert cuda is None or not cuda.reads
+    for one in (buffer, expected):
+        one.sampler.finish_episode(1.0, one.storage)
+    assert torch.equal(kept(buffer), kept(expected))
+    buffer.update_priority(index + 100, errors)
+    with pytest.raises(IndexError, match="rows are at 0 to 199"):
+        buffer.sampler.finish_episode(1.0, buffer.storage)
+    buffer.update_priority(index, errors / 0)
+    with pytest.raises(ValueError, match="not finite"):
+        buffer.sampler.finish_episode(1.0, buffer.storage)

@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers import Storage
 
 from nmer_torchrl import _compat
 from nmer_torchrl.checks import is_integer
+from nmer_torchrl.functional import as_rows
 from nmer_torchrl.keys import get_entry
 from nmer_torchrl.networks import descend, draw_seed, make_mlp
 from nmer_torchrl.samplers.base import LockedSampler
@@ -89,7 +90,8 @@ class ReplayOptimizationSampler(LockedSampler):
         self._size = 0  # rows that are known; the tables may be longer
         self._pool: Tensor | None = None  # positions of those that are kept, if already looked up
         self._kept = torch.empty(0, dtype=torch.bool)
-        self._error = torch.empty(0)  # the last TD error of each row
+        self._error = torch.empty(0)  # the last TD error of each row, infinite if it has none yet
+        self._faults: Tensor | None = None  # of errors given on a device, not yet looked at
         self._written = torch.empty(0, dtype=torch.int64)  # when, counted in rows
         self._count = 0
         self._chosen = False  # whether the policy has chosen what is kept
@@ -107,7 +109,7 @@ class ReplayOptimizationSampler(LockedSampler):
         with self._lock:
             self._reserve(int(index.max()) + 1)
             self._kept[index] = True
-            self._error[index] = self._error[: self._size].max()  # not seen yet: as the worst
+            self._error[as_rows(index, self._error.device)] = math.inf
             self._written[index] = torch.arange(self._count, self._count + len(index))
             self._count += len(index)
             self._pool = None
@@ -115,35 +117,47 @@ class ReplayOptimizationSampler(LockedSampler):
     def update_priority(
         self, index: int | Tensor, priority: float | Tensor, *, storage: Storage | None = None
     ) -> None:
-        """Notes the TD errors of these rows."""
-        position = torch.as_tensor(index).reshape(-1)
+        """Notes the TD errors of these rows.
+
+        On a device, where a look would wait, wrong ones are refused at the end of the episode.
+        """
         error = torch.as_tensor(priority).detach().abs().float().reshape(-1)
-        if len(error) == len(position) and error.device == position.device:
-            # One copy for both, since each waits for the device; float64 holds positions exactly.
-            position, error = torch.stack([position.double(), error.double()]).cpu()
-        index, error = position.cpu().long(), error.cpu().float()
-        if len(error) not in (1, len(index)):
+        position = torch.as_tensor(index).reshape(-1)
+        if len(error) not in (1, len(position)):
             raise ValueError(
-                f"{len(error)} TD errors were given for {len(index)} rows; give one to each."
+                f"{len(error)} TD errors were given for {len(position)} rows; give one to each."
             )
-        if not error.isfinite().all():
-            raise ValueError("A TD error is not finite; leave such rows out of the update.")
         with self._lock:
-            known = self._size if storage is None else max(self._size, len(storage))
-            if len(index) and not 0 <= int(index.min()) <= int(index.max()) < known:
-                raise IndexError(
-                    f"Positions {int(index.min())} to {int(index.max())} were given TD errors, but "
-                    f"the rows known are at 0 to {known - 1}."
-                )
-            self._reserve(known)
-            self._error[index] = error
+            self._reserve(self._size if storage is None else max(self._size, len(storage)))
+            if error.device.type != "cpu":
+                self._error = self._error.to(error.device)
+            device = self._error.device
+            error, position = (x.to(device, non_blocking=True) for x in (error, position))
+            inside = (position >= 0) & (position < self._size)
+            faults = ~torch.stack([error.isfinite().all(), inside.all()])
+            self._faults = faults if self._faults is None else self._faults | faults
+            if device.type == "cpu":
+                self._refuse_faults()
+            self._error[torch.where(inside, position, 0)] = error
+
+    def _refuse_faults(self) -> None:
+        """Raises if TD errors were given that are not finite, or for rows that are not there."""
+        faults, self._faults = self._faults, None
+        infinite, outside = (False, False) if faults is None else faults.tolist()
+        if infinite:
+            raise ValueError("A TD error is not finite; leave such rows out of the update.")
+        if outside:
+            raise IndexError(
+                f"A TD error was given for a row that is not there; rows are at 0 to "
+                f"{self._size - 1}."
+            )
 
     def _reserve(self, size: int) -> None:
         """Makes rows known; those that were there before the sampler came count as the oldest."""
         missing = max(size - len(self._kept), len(self._kept) // 8)
         if size > len(self._kept):
             self._kept = torch.cat([self._kept, torch.ones(missing, dtype=torch.bool)])
-            self._error = torch.cat([self._error, torch.zeros(missing)])
+            self._error = torch.cat([self._error, self._error.new_zeros(missing)])
             self._written = torch.cat([self._written, torch.zeros(missing, dtype=torch.int64)])
         if size > self._size:
             self._size, self._pool = size, None
@@ -204,14 +218,18 @@ class ReplayOptimizationSampler(LockedSampler):
         self._chosen, self._pool = True, None
 
     def _features(self, storage: Storage) -> Tensor:
-        """Of each row `[n, 3]`: reward, TD error, age."""
+        """Of each row `[n, 3]`: reward, TD error (the largest if it has none yet), age."""
         size = len(storage)
         self._reserve(size)
+        self._refuse_faults()
+        error = self._error[:size].cpu()
+        seen = error[error.isfinite()]
+        error = error.clamp_max(float(seen.max()) if len(seen) else 0.0)
         reward = get_entry(stored_entries(storage), self.reward_key)[:size].detach().float().cpu()
         reward = reward.reshape(size, -1).sum(-1)
         age = (self._count - self._written[:size]).float()
         age = age / age.max().clamp_min(1.0)
-        return torch.stack([_standardized(reward), _standardized(self._error[:size]), age], -1)
+        return torch.stack([_standardized(reward), _standardized(error), age], -1)
 
     def _ready(self, seed: int | None = None) -> tuple[nn.Sequential, torch.optim.Adam]:
         if self._policy is None or self._optimizer is None:
@@ -227,7 +245,7 @@ class ReplayOptimizationSampler(LockedSampler):
     def state_dict(self) -> dict[str, Any]:
         """The policy, its optimizer, and what is known of each row."""
         with self._lock:
-            state: dict[str, Any] = {n: getattr(self, n)[: self._size] for n in _TENSORS}
+            state: dict[str, Any] = {n: getattr(self, n)[: self._size].cpu() for n in _TENSORS}
             state |= {"count": self._count, "chosen": self._chosen, "returns": list(self._returns)}
             if self._policy is not None and self._optimizer is not None:
                 state["policy"] = self._policy.state_dict()

@@ -82,6 +82,7 @@ def recall(points: Tensor, index: Tensor, neighbors: Tensor, scale: Tensor) -> f
 
 def write_table(rows: list[dict[str, Any]], path: Path) -> None:
     """Prints the rows as a table in Markdown and writes them as CSV."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     names = list(rows[0])
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, names)
