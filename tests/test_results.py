@@ -67,10 +67,10 @@ def series(part: str, env: str, method: str) -> list[pd.DataFrame]:
     for run in (RESULTS / part).glob("env=*"):
         config = yaml.safe_load((run / "config.yaml").read_text())
         if (config["env"]["name"], config["replay"]["kind"]) == (env, method):
-            table = pd.read_csv(run / "metrics.csv")
-            table["score"] = table["eval/return"].rolling(11, min_periods=1).mean()
-            table["learned"] = table["frames"] - config["random_frames"]
-            tables[config["seed"]] = table[table["learned"] > 0]
+            rows = pd.read_csv(run / "metrics.csv")
+            rows["score"] = rows["eval/return"].rolling(11, min_periods=1).mean()
+            rows["learned"] = rows["frames"] - config["random_frames"]
+            tables[config["seed"]] = rows[rows["learned"] > 0]
     return [tables[seed] for seed in sorted(tables)]
 
 
@@ -78,41 +78,107 @@ def span(values) -> tuple[float, float]:
     return min(values), max(values)
 
 
-# Numbers of the page's text that stand in no table.
+# Numbers of the text: each sentence is made of the runs, and must stand on the page.
+
+
+def says(sentence: str, page: str = "docs/results.md") -> None:
+    """Fails unless these words are on the page, whatever its line breaks."""
+    words = " ".join((ROOT / page).read_text().replace("**", "").split())
+    assert " ".join(sentence.split()) in words, sentence
+
+
+def range_of(values, form: str = ",.0f") -> str:
+    return " to ".join(format(value, form) for value in span(values))
+
+
+def table(part: str, env: str) -> pd.DataFrame:
+    """The rows of a part's table by method."""
+    rows = pd.read_csv(RESULTS / part / "table.csv")
+    return rows[rows.env == env].set_index("method")
+
+
+def spread(row: pd.Series) -> str:
+    return f"{row['mean']:.0f} ± {row['std']:.0f}"
+
+
+def by_seed(part: str, env: str, column: str) -> list[float]:
+    rows = pd.read_csv(RESULTS / part / "paired.csv")
+    (row,) = rows[(rows.env == env) & (rows.method == "nmer")][f"{column}_by_seed"]
+    return [float(number) for number in row.split()]
 
 
 def test_words_on_halfcheetah():
     uniform, nmer = (series("main", "HalfCheetah", method) for method in ("uniform", "nmer"))
     pairs = list(zip(uniform, nmer, strict=True))
     there = [b.learned[b.score >= a.score.iloc[-1]].iloc[0] for a, b in pairs]
-    assert span(there) == (10_300, 16_600)
+    says(f"reaches uniform replay's final score after {range_of(there)} of the 25,000 frames")
+    rows = table("main", "HalfCheetah")
+    ends = f"{spread(rows.loc['nmer'])} where uniform replay {{}} {spread(rows.loc['uniform'])}"
+    says(f"NMER ends at {ends.format('ends at')}, and it is ahead by 1,500 or more in each seed")
+    assert min(by_seed("main", "HalfCheetah", "score")) >= 1_500
+    says(f"NMER scores {ends.format('scores')}", "README.md")
     above = [[t.frames[t["eval/overestimation"] > 0].iloc[-1] for t in x] for x in (uniform, nmer)]
-    assert span(above[0]) == (13_500, 19_200)
-    assert max(above[1]) == 9_300
+    says(f"With NMER that is over by frame {max(above[1]):,} in each seed, with uniform replay")
+    says(f"between {range_of(above[0]).replace(' to ', ' and ')}; at the end both are below")
     few = series("baseline", "HalfCheetah", "uniform")
-    scores = [table.score[table.learned == 25_000].item() for table in few]
-    assert len(scores) == 3
-    assert (round(np.mean(scores)), round(np.std(scores, ddof=1))) == (1302, 177)
+    scores = [each.score[each.learned == 25_000].item() for each in few]
+    says(f"At ratio 1 uniform replay has {np.mean(scores):.0f} ± {np.std(scores, ddof=1):.0f} on")
 
 
 def test_words_on_walker():
     uniform, nmer = (series("main", "Walker2d", method) for method in ("uniform", "nmer"))
-    lengths = pd.concat([table["eval/length"].tail(11) for table in uniform + nmer])
-    assert span(lengths.round()) == (71, 379)
+    areas = by_seed("main", "Walker2d", "area")
+    assert (len(areas), min(areas) > 0) == (4, True)
+    says(
+        f"The area is larger in each of four seeds, by {range_of(areas)}, the final score in three"
+    )
+    lengths = pd.concat([each["eval/length"].tail(11) for each in uniform + nmer])
+    says(f"episodes last {range_of(lengths)} of 1,000 steps on average")
     for one, other in zip(uniform, nmer, strict=True):
-        errors = [table["eval/overestimation"] for table in (one, other)]
+        errors = [each["eval/overestimation"] for each in (one, other)]
         assert errors[1].mean() < errors[0].mean()
         assert all(error.tail(11).mean() > 0 for error in errors)
 
 
 def test_words_on_hopper():
     uniform, nmer = (series("main", "Hopper", method) for method in ("uniform", "nmer"))
-    stands = [table.frames[table["eval/length"] == 1000] for table in uniform + nmer]
-    assert [seed for seed, frames in enumerate(stands) if len(frames)] == [0, 1, 4 + 1]
-    assert span([f.iloc[-1] - f.iloc[0] for f in stands if len(f)]) == (1_500, 6_300)
+    stands = [each.frames[each["eval/length"] == 1000] for each in uniform + nmer]
+    seeds = [seed for seed, frames in enumerate(stands) if len(frames)]
+    assert seeds == [0, 1, 4 + 1]
+    says("Two runs with uniform replay (seeds 0 and 1) and one with NMER (seed 1) learned to stand")
+    later = range_of([f.iloc[-1] - f.iloc[0] for f in stands if len(f)])
+    says(f"did so for the last time {later} frames later")
 
 
-@pytest.mark.parametrize(("method", "frames"), [("uniform", (4500, 5700)), ("nmer", (4200, 6600))])
-def test_words_on_the_pendulum(method, frames):
-    tables = series("pendulum", "InvertedDoublePendulum", method)
-    assert span([table.frames[table["eval/length"] == 1000].iloc[0] for table in tables]) == frames
+def test_words_on_the_pendulum():
+    first = {}
+    for method in ("uniform", "nmer"):
+        tables = series("pendulum", "InvertedDoublePendulum", method)
+        first[method] = range_of([t.frames[t["eval/length"] == 1000].iloc[0] for t in tables])
+    says(
+        "the first evaluation of 1,000 steps in all episodes comes at frames "
+        f"{first['nmer']}, with uniform replay at {first['uniform']};"
+    )
+
+
+def test_words_on_time_and_on_other_pairs():
+    shares = []
+    for env in ("HalfCheetah", "Hopper", "Walker2d"):
+        seconds = table("main", env).seconds_per_run
+        shares.append(100 * (seconds["nmer"] / seconds["uniform"] - 1))
+    says(f"By task NMER's runs took {range_of(shares)} % longer on average")
+    scores = [each.score.iloc[-1] for each in series("main", "HalfCheetah", "uniform")]
+    says(f"within the range of our four with uniform replay, {range_of(scores, '.0f')} (")
+
+
+def test_words_on_the_paper():
+    rows = pd.read_csv(ROOT / "recipes" / "common" / "results.csv")
+    means = rows[(rows.algorithm == "TD3") & (rows.table == "main")].set_index(["env", "replay"])
+    behind = {
+        env: 100 * (1 - means["mean"][env, "U"] / means["mean"][env, "NMER"])
+        for env in ("HalfCheetah", "Walker2d", "Hopper")
+    }
+    says(
+        "There uniform replay is behind NMER by {HalfCheetah:.1f} % on HalfCheetah, "
+        "{Walker2d:.1f} % on Walker2d and {Hopper:.1f} % on Hopper".format(**behind)
+    )
