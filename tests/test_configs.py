@@ -84,6 +84,7 @@ def test_a_method_of_ones_own_has_a_config():
     assert config().size == 3
 
 
+@pytest.mark.no_cover  # Hydra composes all of TorchRL's configs, five times as slowly with it
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_is_a_replay_buffer_by_its_name(name):
     options = ["capacity=50", "batch_size=8", "keys=[observation,action]"]

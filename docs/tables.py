@@ -1,0 +1,61 @@
+"""Writes what pages derive from the methods: their table, and their list in the reference.
+
+python docs/tables.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from nmer_torchrl.methods import METHODS, Method
+
+DOCS = Path(__file__).parent
+
+
+def parts(method: Method[Any]) -> list[str]:
+    """Names the classes that a method is made of."""
+    sampler = method.make_sampler(10)
+    transform = method.make_transform(sampler)
+    found = [sampler] if transform is None else [sampler, transform]
+    names = [type(part).__name__ for part in found]
+    own = method.buffer_class.__name__
+    return names if own == "TensorDictReplayBuffer" else [*names, own]
+
+
+def options(method: Method[Any]) -> list[str]:
+    """Names the options of a method with their defaults, apart from those that name entries."""
+    named = [each for each in fields(method) if not each.name.endswith(("_key", "keys"))]
+    return [f"{each.name}={each.default!r}" for each in named]
+
+
+def methods_table() -> str:
+    """Returns a row for each method: what it does, its parts and its options."""
+    lines = ["| method | class | what it does | parts | options |", "|---" * 5 + "|"]
+    for name, method in METHODS.items():
+        summary = (method.__doc__ or "").splitlines()[0]
+        cells = [f"`{name}`", f"`{method.__name__}`", summary]
+        cells += [", ".join(f"`{word}`" for word in words(method())) for words in (parts, options)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def reference() -> str:
+    """Returns an entry of the reference for each method."""
+    return "\n\n".join(f"::: nmer_torchrl.methods.{each.__name__}" for each in METHODS.values())
+
+
+def pages() -> dict[Path, str]:
+    """Returns each page with what is derived between its marks `<!-- methods -->`."""
+    found = {}
+    for name, text in (("methods.md", methods_table()), ("api/methods.md", reference())):
+        path = DOCS / name
+        before, _, after = path.read_text().split("<!-- methods -->\n")
+        found[path] = f"<!-- methods -->\n{text}\n\n<!-- methods -->\n".join([before, after])
+    return found
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text)
