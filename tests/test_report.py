@@ -335,8 +335,25 @@ def test_seeds_are_paired_by_hand():
     assert (row["score_ahead"], row["area_ahead"]) == (2, 2)
     assert row["area"] == pytest.approx((110 - 75 + 100 - 75) / 2)
     header, (line,) = text.show_paired_table(frame)
+    assert (row["against"], row["verdict"]) == ("uniform", "not shown")
     assert line[header.index("ahead")] == "2 of 2"
     assert "+35.0, +25.0" in line
+
+
+def test_nmer_is_compared_with_every_method_and_every_method_with_uniform():
+    runs = constant_runs([1, 2, 3], replay__kind="uniform") + constant_runs([8, 9, 10])
+    runs += constant_runs([8, 9, 20], replay__kind="ct") + constant_runs([30], replay__kind="1nn")
+    frame = tables.make_paired_table(one_comparison(runs)).set_index(["method", "against"])
+    assert dict(frame["verdict"]) == {
+        ("nmer", "uniform"): "ahead",
+        ("nmer", "ct"): "not shown",
+        ("nmer", "1nn"): "not shown",  # a single seed
+        ("ct", "uniform"): "not shown",
+        ("1nn", "uniform"): "not shown",
+    }
+    assert frame["score"]["nmer", "ct"] == pytest.approx(-10 / 3)
+    runs = constant_runs([9, 9, 9], replay__kind="uniform") + constant_runs([1, 2, 3])
+    assert list(tables.make_paired_table(one_comparison(runs))["verdict"]) == ["behind"]
 
 
 def test_a_run_that_is_still_random_has_no_area():
@@ -668,7 +685,7 @@ def test_the_whole_report(tmp_path, capsys):
     assert settings["runs"][0].split()[0].startswith(str(tmp_path))
 
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", page)
-    assert len(pictures) == 4
+    assert len(pictures) == 6
     for name in pictures:
         picture = matplotlib.image.imread(out / name)
         assert picture.shape[0] > 200

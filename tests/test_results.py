@@ -103,7 +103,9 @@ def spread(row: pd.Series) -> str:
 
 def by_seed(part: str, env: str, column: str) -> list[float]:
     rows = pd.read_csv(RESULTS / part / "paired.csv")
-    (row,) = rows[(rows.env == env) & (rows.method == "nmer")][f"{column}_by_seed"]
+    (row,) = rows[(rows.env == env) & (rows.method == "nmer") & (rows.against == "uniform")][
+        f"{column}_by_seed"
+    ]
     return [float(number) for number in row.split()]
 
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from reporting.cells import Cell, Comparison, compare
 from reporting.estimates import REPS, normalize, profiles
-from reporting.figures import draw_curves, draw_profiles
+from reporting.figures import draw_curves, draw_differences, draw_profiles
 from reporting.notices import tell_about_cells, tell_about_comparison
 from reporting.read import Tell
 from reporting.tables import (
@@ -34,12 +34,13 @@ _LEGEND = f"""\
 Scores are the mean of the last {WINDOW} evaluations of a run; mean ± standard deviation and the
 interquartile mean (IQM) are over seeds, with 95 % stratified-bootstrap intervals. P(> uniform) is
 the probability that a run beats one of uniform replay. Δ NMER is the change against NMER in
-percent, averaged over as many tasks as are in brackets. Seed by seed, differences are from uniform
-replay, with Student's intervals; the area is the mean return of all evaluations after the random
-frames. Normalized scores are scaled by the lowest and the highest of these very runs, and are not
-to be quoted elsewhere. Rows without seeds are quoted by the paper. Where methods are at their best,
-that is the setting with the highest mean of these very runs, which flatters methods with more
-settings. At equal replay ratio the paper's figures are of its ablations.
+percent, averaged over as many tasks as are in brackets. Differences are taken seed by seed, with
+Student's 95 % intervals; a method is ahead or behind if the score's interval lies above or below
+zero. The area is the mean return of all evaluations after the random frames. Normalized scores are
+scaled by the lowest and the highest of these very runs, and are not to be quoted elsewhere. Rows
+without seeds are quoted by the paper. Where methods are at their best, that is the setting with the
+highest mean of these very runs, which flatters methods with more settings. At equal replay ratio
+the paper's figures are of its ablations.
 """
 
 
@@ -100,7 +101,9 @@ def _section(
         markdown(show_table(table)),
     ]
     if len(paired):
-        parts += ["Seed by seed, beside uniform replay:\n", markdown(show_paired_table(paired))]
+        draw_differences(out / f"differences-{name}.png", comparison, paired, methods)
+        parts += ["Differences seed by seed:\n", markdown(show_paired_table(paired))]
+        parts.append(f"![Differences seed by seed](differences-{name}.png)\n")
     parts += ["All tasks:\n", markdown(show_pooled_table(pooled))]
     parts.append(f"![Learning curves](curves-{name}.png)\n")
     _, scores = pool(comparison)

@@ -1,4 +1,4 @@
-"""Learning curves and performance profiles."""
+"""Learning curves, differences seed by seed, and performance profiles."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import pandas as pd
 from common import paper
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -43,9 +44,8 @@ def draw_curves(path: Path, comparison: Comparison, methods: list[str]) -> None:
             if (cell := comparison.cell(task, method)) is not None:
                 _draw_cell(axes, cell, _color(methods, method))
         _draw_quoted(axes, task)
-        counts = sorted({len(cell.runs) for cell in comparison.cells if cell.task == task})
-        seeds = " to ".join(str(n) for n in {counts[0]: 0, counts[-1]: 0})
-        axes.set_title(f"{task.name} ({seeds} seed{'s' if counts[-1] > 1 else ''})", fontsize=10)
+        counts = [len(cell.runs) for cell in comparison.cells if cell.task == task]
+        axes.set_title(_title(task, counts), fontsize=10)
         axes.set(xlabel="environment frames", xlim=(0, task.frames))
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -64,6 +64,13 @@ def draw_curves(path: Path, comparison: Comparison, methods: list[str]) -> None:
         list(handles.values()), list(handles), loc="outside lower center", ncols=5, fontsize=9
     )
     figure.savefig(path, dpi=110)
+
+
+def _title(task: Task, counts: list[int]) -> str:
+    """As in `Hopper-v5 (1 to 4 seeds)`."""
+    least, most = min(counts), max(counts)
+    seeds = str(most) if least == most else f"{least} to {most}"
+    return f"{task.name} ({seeds} seed{'s' if most > 1 else ''})"
 
 
 def _draw_cell(axes: Axes, cell: Cell, color: Any) -> None:
@@ -88,6 +95,40 @@ def _draw_quoted(axes: Axes, task: Task) -> None:
             linewidth=1.1,
             label=f"{name} (quoted)",
         )
+
+
+def draw_differences(
+    path: Path, comparison: Comparison, paired: pd.DataFrame, methods: list[str]
+) -> None:
+    """A panel for each task: the score of one method less another's, with its interval."""
+    tasks = [task for task in comparison.tasks if _rows_of(paired, task)]
+    height = 0.3 * max(len(_rows_of(paired, task)) for task in tasks) + 1.6
+    columns = min(_COLUMNS, len(tasks))
+    lines = math.ceil(len(tasks) / columns)
+    figure = Figure(figsize=(4.2 * max(columns, 1.4), height * lines), layout="constrained")
+    grid = figure.subplots(lines, columns, squeeze=False)
+    for axes, task in zip(grid.flat, tasks, strict=False):
+        rows = _rows_of(paired, task)
+        for place, row in enumerate(rows):
+            color, gaps = _color(methods, row["method"]), row["score_by_seed"].split()
+            axes.plot([float(gap) for gap in gaps], [place] * len(gaps), "|", color=color, ms=9)
+            axes.plot([row["score_low"], row["score_high"]], [place] * 2, color=color)
+            axes.plot(row["score"], place, "o", color=color)
+        axes.axvline(0, color="0.35", linewidth=1)
+        axes.set_yticks(range(len(rows)), [f"{row['method']} − {row['against']}" for row in rows])
+        axes.set_title(_title(task, [row["seeds"] for row in rows]), fontsize=10)
+        axes.set_xlabel("difference in score")
+        axes.invert_yaxis()
+        axes.grid(axis="x", alpha=0.3)
+    for axes in grid.flat[len(tasks) :]:
+        axes.set_axis_off()
+    figure.suptitle(f"{comparison.title}: 95 % intervals, ticks are seeds", fontsize=11)
+    figure.savefig(path, dpi=110)
+
+
+def _rows_of(paired: pd.DataFrame, task: Task) -> list[dict[str, Any]]:
+    place = (paired.env == task.env) & (paired.version == task.version)
+    return paired[place & (paired.frames == task.frames)].to_dict("records")
 
 
 def draw_profiles(path: Path, title: str, profiles: dict[str, Profile], methods: list[str]) -> None:

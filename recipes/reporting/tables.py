@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -92,29 +93,37 @@ def _row(comparison: Comparison, cell: Cell, reps: int) -> dict[str, object]:
 
 
 def make_paired_table(comparison: Comparison) -> pd.DataFrame:
-    """One row for each task and method but uniform: its scores less uniform's, seed by seed.
+    """One row for each task and two of its methods: the scores of one less the other's, by seed.
 
-    The same seed gives the recipes' methods the same networks, random frames and resets. The area
-    is the mean return of all evaluations after the random frames: how early, not how far.
+    Every method is compared with uniform replay, and NMER with every other method. The same seed
+    gives the recipes' methods the same networks, random frames and resets. The area is the mean
+    return of all evaluations after the random frames: how early, not how far. A method is ahead or
+    behind if the interval of the score's difference lies above or below zero.
     """
     rows = []
-    for cell in comparison.cells:
-        uniform = comparison.cell(cell.task, "uniform")
-        if uniform is None or uniform is cell:
+    for cell, other in itertools.permutations(comparison.cells, 2):
+        if cell.task != other.task or (other.method != "uniform" and cell.method != "nmer"):
             continue
-        others = {run.seed: run for run in uniform.runs}
+        others = {run.seed: run for run in other.runs}
         pairs = [(run, others[run.seed]) for run in cell.runs if run.seed in others]
         if not pairs:
             continue
-        row = _place(comparison, cell.task, cell.method) | {"seeds": len(pairs)}
+        row = _place(comparison, cell.task, cell.method)
+        row |= {"against": other.method, "seeds": len(pairs)}
         for name in ("score", "area"):
             gaps = np.array([getattr(run, name) - getattr(other, name) for run, other in pairs])
             estimate = mean_difference(gaps)
             row |= {name: estimate.value, f"{name}_low": estimate.low}
             row |= {f"{name}_high": estimate.high, f"{name}_ahead": int((gaps > 0).sum())}
             row[f"{name}_by_seed"] = " ".join(f"{gap:.6g}" for gap in gaps)
+        row["verdict"] = _judge(row["score_low"], row["score_high"])
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def _judge(low: float, high: float) -> str:
+    """Returns what an interval of differences shows; it is NaN for a single seed."""
+    return "ahead" if low > 0 else "behind" if high < 0 else "not shown"
 
 
 def pool(comparison: Comparison) -> tuple[list[Task], dict[str, Scores]]:

@@ -72,12 +72,12 @@ def show_table(frame: pd.DataFrame) -> Text:
 
 def show_paired_table(frame: pd.DataFrame) -> Text:
     """The columns of `make_paired_table` as people read them."""
-    header = ["environment", "method", "seeds", "score [95 %]", "ahead", "by seed"]
-    header += ["area [95 %]", "ahead", "by seed"]
+    header = ["environment", "method", "against", "seeds", "verdict", "score [95 %]", "ahead"]
+    header += ["by seed", "area [95 %]", "ahead", "by seed"]
     rows = []
     for row in frame.to_dict("records"):
         env = f"{row['env']}-{row['version']}" if row["version"] else row["env"]
-        line = [env, row["method"], str(row["seeds"])]
+        line = [env, row["method"], row["against"], str(row["seeds"]), row["verdict"]]
         for name in ("score", "area"):
             value, low, high = row[name], row[f"{name}_low"], row[f"{name}_high"]
             how = _digits(value).replace(":", ":+")
