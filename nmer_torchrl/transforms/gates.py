@@ -9,6 +9,7 @@ buffer.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torchrl.data.replay_buffers import Sampler, SampleUnit
 from nmer_torchrl.checks import is_integer
 from nmer_torchrl.functional import any_feature
 from nmer_torchrl.keys import as_keys, get_entry
+from nmer_torchrl.transforms.rows import device_of
 from nmer_torchrl.transforms.schedules import Schedule, check_share
 
 
@@ -82,7 +84,7 @@ class Fraction:
         share = self.share(self.drawn) if callable(self.share) else self.share
         shape = batch.shape[:-1]
         self.drawn += shape.numel()
-        return torch.rand(shape, generator=generator, device=_device(batch, generator)) < share
+        return torch.rand(shape, generator=generator, device=device_of(batch, generator)) < share
 
     def state_dict(self) -> dict[str, Any]:
         """The number of rows seen so far."""
@@ -217,18 +219,20 @@ class Same:
         return f"{type(self).__name__}({', '.join(map(repr, self.keys))})"
 
 
+def as_gates(gates: Sequence[Gate]) -> tuple[Gate, ...]:
+    """Returns the gates as a tuple; raises if one is no gate."""
+    if callable(gates):
+        raise TypeError(f"gates={gates!r} is a single gate; give a list, as in gates=[{gates!r}].")
+    for gate in gates:
+        if not callable(gate):
+            raise TypeError(
+                f"`gates` holds {gate!r}, which is not callable; give gates such as Fraction(0.5)."
+            )
+    return tuple(gates)
+
+
 def measure_of(gate: Gate) -> Sampler | SampleUnit | None:
     """Returns the sampler or pairing that a gate, or its schedule, measures or counts by."""
     schedule = getattr(gate, "share", None)
     found = getattr(gate, "geometry", None) or getattr(schedule, "sampler", None)
     return found if isinstance(found, (Sampler, SampleUnit)) else None
-
-
-def _device(batch: TensorDictBase, generator: torch.Generator | None) -> torch.device:
-    """Where a batch is; without entries, where the generator is."""
-    if batch.device is not None:
-        return batch.device
-    for entry in batch.values(True, True):
-        if isinstance(entry, Tensor):
-            return entry.device
-    return torch.device("cpu") if generator is None else generator.device

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, final
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from nmer_torchrl.functional import all_finite
+from nmer_torchrl.checks import POSITIVE, Number
+from nmer_torchrl.functional import all_finite, sample_beta
 from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS, as_keys, get_continuous
 from nmer_torchrl.networks import descend, draw_seed, make_mlp
-from nmer_torchrl.transforms.base import PAIRS, holds_pairs, pass_undrawn
-from nmer_torchrl.transforms.pair_mixup import PairMixup
+from nmer_torchrl.transforms.fold import Fold
 
 _LEAST = 1e-3  # smallest alpha: weights are 0 or 1 all but always
 
 
-class TunedMixup(PairMixup):
+@final
+class TunedMixup(Fold):
     """`PairMixup` whose alpha is tuned so that mixed transitions stay near what was seen.
 
     After Lin et al., Continuous Transition (2020). A discriminator learns to predict next
@@ -73,37 +74,31 @@ class TunedMixup(PairMixup):
         generator: torch.Generator | None = None,
         anchor_keys: Sequence[NestedKey] = (),
     ) -> None:
-        if not 0 < alpha <= 1:
-            raise ValueError(
-                f"alpha={alpha!r}, but a tuned alpha starts above 0 and at most at 1 (the default)."
-            )
-        for name, value in (("tolerance", tolerance), ("lr", lr)):
-            if not value > 0:
-                raise ValueError(f"{name}={value!r}, but it is a number above 0.")
         self._inputs, self._outputs = as_keys(keys, "keys"), as_keys(value_keys, "value_keys")
         for name, given in (("keys", self._inputs), ("value_keys", self._outputs)):
             if not given:
                 raise ValueError(f"`{name}` is empty; name at least one entry.")
         super().__init__(
-            alpha,
+            (*self._inputs, *self._outputs),
             generator=generator,
-            mix_keys=(*self._inputs, *self._outputs),
             terminated_key=terminated_key,
             anchor_keys=anchor_keys,
         )
-        self.tolerance, self.lr, self.hidden = tolerance, lr, tuple(hidden)
+        self.alpha = float(Number(above=0, most=1)("alpha", alpha))
+        self.tolerance, self.lr = POSITIVE("tolerance", tolerance), POSITIVE("lr", lr)
+        self.hidden = tuple(hidden)
         self._learner: _Learner | None = None  # made by the first batch, which tells the widths
         self._saved: dict[str, Any] | None = None
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def fold(self, rows: TensorDictBase) -> TensorDictBase:
         """Folds `[*B, 2]` to `[*B]`, and takes one step of learning."""
-        if not holds_pairs(tensordict):
-            return pass_undrawn(self, tensordict, PAIRS)
         with self._lock, torch.enable_grad():  # prefetching threads learn in turn
-            inputs = _join(tensordict, self._inputs, "keys").flatten(0, -3)
-            outputs = _join(tensordict, self._outputs, "value_keys").flatten(0, -3)
+            inputs = _join(rows, self._inputs, "keys").flatten(0, -3)
+            outputs = _join(rows, self._outputs, "value_keys").flatten(0, -3)
             learner = self._learner_for(inputs, outputs)
-            batch = super().forward(tensordict)
+            shape, device = rows.shape[:-1], inputs.device
+            weight = sample_beta(self.alpha, shape, generator=self.generator, device=device)
+            batch = self.mix_pairs(rows, weight)
             weight = batch["mixup_weight"].reshape(-1, 1)
             mixed = _join(batch, self._inputs, "keys").flatten(0, -2)
             finite = all_finite(inputs, 1) & all_finite(outputs, 1)
