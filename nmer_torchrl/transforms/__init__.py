@@ -2,8 +2,8 @@
 
 from nmer_torchrl.transforms.amplitude import AmplitudeScaling
 from nmer_torchrl.transforms.fold import Fold
-from nmer_torchrl.transforms.gates import DistanceCap, Fraction, Gate, Geometry, QuantileCap, Same
-from nmer_torchrl.transforms.gaussian_process_mixup import GaussianProcessMixup
+from nmer_torchrl.transforms.gates import Fraction, Gate, Same
+from nmer_torchrl.transforms.gaussian_process_mixup import GaussianProcessMixup, Geometry
 from nmer_torchrl.transforms.mean_mixup import MeanMixup
 from nmer_torchrl.transforms.mixreg import MixReg
 from nmer_torchrl.transforms.n_step import FlattenRows
@@ -24,7 +24,6 @@ from nmer_torchrl.transforms.tuned_mixup import TunedMixup
 __all__ = [
     "AmplitudeScaling",
     "DensityFraction",
-    "DistanceCap",
     "ExponentialFraction",
     "FlattenRows",
     "Fold",
@@ -38,7 +37,6 @@ __all__ = [
     "MixReg",
     "NeighborhoodMixup",
     "PairMixup",
-    "QuantileCap",
     "RewardMean",
     "RowCheck",
     "Same",

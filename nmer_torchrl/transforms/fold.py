@@ -22,7 +22,7 @@ from nmer_torchrl.transforms.entries import (
     check_single_rows,
     warn_unmixed,
 )
-from nmer_torchrl.transforms.gates import Gate, Same, as_gates, measure_of
+from nmer_torchrl.transforms.gates import Gate, Same, as_gates, sampler_of
 from nmer_torchrl.transforms.n_step import check_n_step
 from nmer_torchrl.transforms.rows import anchors, choose_rows, kept_anchors, restore_rows
 from nmer_torchrl.transforms.schema import RowSchema
@@ -114,7 +114,7 @@ class Fold(Transform, ABC):
         assert self.terminated_key is not None
         kept = kept_anchors(rows, self.terminated_key, rows.ndim - 1)
         if self.gates:
-            check_measures(self, {type(g).__name__: m for g in self.gates if (m := measure_of(g))})
+            check_measures(self, {type(g).__name__: s for g in self.gates if (s := sampler_of(g))})
             with self._lock:
                 for gate in self.gates:
                     kept = kept | ~gate(rows, self.generator)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Protocol, final
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, SampleUnit
 
 from nmer_torchrl.checks import POSITIVE
@@ -15,8 +16,23 @@ from nmer_torchrl.functional import combine, sample_dirichlet
 from nmer_torchrl.gaussian_process import GaussianProcess
 from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS, as_roles
 from nmer_torchrl.transforms.fold import Fold
-from nmer_torchrl.transforms.gates import Gate, Geometry
+from nmer_torchrl.transforms.gates import Gate
 from nmer_torchrl.transforms.rows import anchors, device_of
+
+
+class Geometry(Protocol):
+    """What places rows under the metric of a neighbour sampler, such as the sampler itself.
+
+    Examples:
+        >>> from nmer_torchrl.samplers import NeighborhoodSampler
+        >>> from nmer_torchrl.transforms import GaussianProcessMixup
+        >>> sampler = NeighborhoodSampler(k=10)  # is one
+        >>> fold = GaussianProcessMixup(sampler)
+    """
+
+    def embed(self, batch: TensorDictBase) -> Tensor:
+        """Rows `[*B]` to points `[*B, f]` whose Euclidean distance is the metric's."""
+        ...
 
 
 @final

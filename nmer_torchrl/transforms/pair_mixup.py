@@ -38,7 +38,7 @@ class PairMixup(Fold):
         mix_keys: Entries to mix.
         terminated_key: The flag that keeps a pair unmixed. A time limit is not a terminal state, so
             this is not `done`.
-        gates: What else keeps pairs unmixed, such as `Fraction(0.5)` or a `DistanceCap`.
+        gates: What else keeps pairs unmixed, such as `Fraction(0.5)`.
         anchor_keys: Observations that stay the anchor's without a warning.
 
     Examples:
