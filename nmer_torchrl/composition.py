@@ -91,8 +91,8 @@ def check_folded(part: Sampler | SampleUnit, buffer: ReplayBuffer) -> None:
 def check_measures(transform: Transform, parts: Mapping[str, Any]) -> None:
     """Raises if what a transform measures by, by name, does not belong to the buffer that draws.
 
-    After `buffer.set_sampler(...)`, the sampler that a distance cap was made with is no longer told
-    of writes, so its distances would be those of other rows.
+    After `buffer.set_sampler(...)`, the sampler that a Gaussian process was made with is no longer
+    told of writes, so its statistics would be those of other rows.
     """
     buffer = _compat.buffer_that_draws() if parts else None
     samplers = [] if buffer is None else _compat.samplers_before(buffer, transform)

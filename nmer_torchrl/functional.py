@@ -13,7 +13,7 @@ _ODD = -7046029254386353131  # 2**64 divided by the golden ratio: spreads neighb
 
 
 def sample_beta(
-    alpha: float,
+    alpha: float | Tensor,
     shape: tuple[int, ...],
     *,
     generator: torch.Generator | None = None,
@@ -21,12 +21,14 @@ def sample_beta(
 ) -> Tensor:
     """Weights `w ~ Beta(alpha, alpha)` of the given shape, float32.
 
+    `alpha` may be a scalar on the device of the weights, which is not read then.
+
     Examples:
         >>> weight = sample_beta(0.75, (1_000, 1), generator=torch.Generator().manual_seed(0))
         >>> weight.shape, bool(((weight >= 0) & (weight <= 1)).all())
         (torch.Size([1000, 1]), True)
     """
-    if not 0.5 <= alpha <= 1e6:
+    if isinstance(alpha, Tensor) or not 0.5 <= alpha <= 1e6:
         return _sample_beta_by_logarithms(alpha, shape, generator, device)
     # torch.distributions.Beta takes no generator; the draw beneath it does.
     concentration = _concentration(alpha, (*shape, 2), device)
@@ -40,13 +42,13 @@ def _concentration(alpha: float, shape: tuple[int, ...], device: torch.device | 
 
 
 def _sample_beta_by_logarithms(
-    alpha: float,
+    alpha: float | Tensor,
     shape: tuple[int, ...],
     generator: torch.Generator | None,
     device: torch.device | None,
 ) -> Tensor:
     """The same where gamma draws leave float32, by `Gamma(a) = Gamma(a + 1) * U ** (1 / a)`."""
-    concentration = torch.full((2, *shape), alpha + 1.0, dtype=torch.float64, device=device)
+    concentration = torch.ones((2, *shape), dtype=torch.float64, device=device) + alpha
     gamma = torch._standard_gamma(concentration, generator=generator)
     uniform = torch.rand((2, *shape), generator=generator, dtype=torch.float64, device=device)
     first, second = gamma.log() + torch.log1p(-uniform) / alpha

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,3 +37,26 @@ def seed_from(state: Tensor) -> int:
     """
     digest = hashlib.sha256(state.numpy().tobytes()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+def generator_state(generator: torch.Generator | None) -> dict[str, Tensor]:
+    """Returns the state of a generator under `"generator"`; nothing without one.
+
+    Examples:
+        >>> generator_state(None)
+        {}
+    """
+    return {} if generator is None else {"generator": generator.get_state()}
+
+
+def load_generator_state(generator: torch.Generator | None, state: dict[str, Any]) -> None:
+    """Has a generator go on from what `generator_state` returned, if there is one.
+
+    Examples:
+        >>> state = generator_state(torch.Generator().manual_seed(3))
+        >>> load_generator_state(generator := torch.Generator(), state)
+        >>> generator.initial_seed()
+        3
+    """
+    if generator is not None and "generator" in state:
+        restore_generator(generator, state["generator"])

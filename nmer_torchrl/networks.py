@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_BETAS, _EPS = (0.9, 0.999), 1e-8  # of Adam
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
@@ -31,14 +35,51 @@ def make_mlp(widths: Sequence[int], seed: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def descend(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """One step of the optimizer, or none where a gradient or its square is not finite.
+class CarefulAdam:
+    """Adam that leaves out steps whose gradient, or its square, is not finite.
 
-    Such a step, from rewards of 1e30 say, would leave NaN in the parameters, or infinities in what
-    the optimizer remembers, for good.
+    Such a step, from rewards of 1e30 say, would leave NaN in the parameters, or infinities in the
+    moments, for good. The choice is made where the parameters are, so that nothing waits for a
+    device.
+
+    Args:
+        parameters: What is optimized.
+        lr: Learning rate.
     """
-    optimizer.zero_grad()
-    loss.backward()
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    if all(g is None or bool(g.square().sum().isfinite()) for g in gradients):
-        optimizer.step()
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float) -> None:
+        self.parameters, self.lr = list(parameters), lr
+        self.means = [torch.zeros_like(each) for each in self.parameters]
+        self.squares = [torch.zeros_like(each) for each in self.parameters]
+        self.steps = self.parameters[0].new_zeros(())
+
+    def step(self, loss: Tensor, when: Tensor | bool = True) -> None:
+        """Takes one step down the loss, or none where the boolean `when`, a scalar, is false."""
+        gradients = torch.autograd.grad(loss, self.parameters)
+        with torch.no_grad():
+            finite = torch.stack([g.square().sum() for g in gradients]).isfinite().all() & when
+            taken = finite.to(self.steps.dtype)
+            self.steps += taken
+            count = self.steps.clamp_min(1.0)
+            for parameter, gradient, mean, square in zip(
+                self.parameters, gradients, self.means, self.squares, strict=True
+            ):
+                gradient = torch.where(finite, gradient, 0.0)
+                mean.lerp_(gradient, (1.0 - _BETAS[0]) * taken)
+                square.lerp_(gradient.square(), (1.0 - _BETAS[1]) * taken)
+                spread = (square / (1.0 - _BETAS[1] ** count)).sqrt() + _EPS
+                change = mean / (1.0 - _BETAS[0] ** count) / spread
+                parameter.sub_(self.lr * taken * change)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the moments, and the number of steps taken."""
+        return deepcopy({name: getattr(self, name) for name in ("means", "squares", "steps")})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there, on the device of the parameters."""
+        with torch.no_grad():
+            for own, saved in zip(self.means, state["means"], strict=True):
+                own.copy_(saved)
+            for own, saved in zip(self.squares, state["squares"], strict=True):
+                own.copy_(saved)
+            self.steps.copy_(state["steps"])

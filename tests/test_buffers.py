@@ -28,6 +28,7 @@ from nmer_torchrl import (
 )
 from nmer_torchrl.gaussian_process import GaussianProcess
 from nmer_torchrl.methods import METHODS
+from nmer_torchrl.pairs import QuantileCap
 from nmer_torchrl.samplers import SpreadSampler
 from nmer_torchrl.transforms import AmplitudeScaling, LinearFraction, MeanMixup, MixReg, RewardMean
 
@@ -169,10 +170,13 @@ def test_fractions_and_caps_by_number_and_mapping():
     half = {"exponential": {"first": 1.0, "last": 0.0, "half_life": 100}}
     assert make(fraction=half).transform[0].gates[0].share(100) == 0.5
     dense = make(fraction={"density": {"first": 0.0, "last": 1.0, "rows": 100}}, max_distance=2.0)
-    cap, gate = dense.transform[0].gates
-    assert (cap.limit, cap.geometry, gate.share.sampler) == (2.0, dense.sampler, dense.sampler)
-    (cap,) = make("neighborhood", max_distance={"quantile": 0.9}).transform[0].gates
-    assert cap.quantile == 0.9
+    (gate,) = dense.transform[0].gates
+    assert (dense.sampler.unit.cap.limit, gate.share.sampler) == (2.0, dense.sampler)
+    for kind in ("1nn", "nmer", "per_nmer", "neighborhood", "gp", "interpolated_rewards"):
+        for cap in ({"quantile": 0.9}, QuantileCap(0.9)):
+            sampler = make(kind, max_distance=cap).sampler
+            assert sampler.unit.cap.max_distance == QuantileCap(0.9)
+        assert make(kind).sampler.unit.cap is None
     own = LinearFraction(0.5, 0.5, 1)
     assert make(fraction=own).transform[0].gates[0].share is own
 

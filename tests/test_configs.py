@@ -62,6 +62,9 @@ def test_parts_of_parts_are_named_by_their_target():
     gate = {"_target_": "nmer_torchrl.transforms.Fraction", "share": 0.5}
     fold = instantiate(make_config(MeanMixup)(gates=[gate]))
     assert (type(fold), fold.gates[0].share) == (MeanMixup, 0.5)
+    cap = {"_target_": "nmer_torchrl.pairs.QuantileCap", "quantile": 0.9}
+    sampler = instantiate(make_config(NeighborPairSampler)(max_distance=cap))
+    assert sampler.unit.cap.max_distance.quantile == 0.9
 
 
 def test_an_argument_without_a_default_is_missing():

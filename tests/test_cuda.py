@@ -191,7 +191,9 @@ def test_the_host_waits_for_the_device_as_seldom_as_can_be(kind, search, cuda):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts waits on the pretended device")
-@pytest.mark.parametrize("kind", ["mixup", "ct", "s4rl", "ras", "mixreg", "neighborhood", "gp"])
+@pytest.mark.parametrize(
+    "kind", ["mixup", "ct", "tuned_ct", "s4rl", "ras", "mixreg", "neighborhood", "gp"]
+)
 def test_other_folds_wait_for_nothing(kind, cuda):
     buffer = make(kind, "cuda:0", "graph" if "search" in KINDS[kind] else None)
     buffer.extend(make_transitions(38).to("cuda:0"))

@@ -20,8 +20,6 @@ from nmer_torchrl import (
     Mahalanobis,
     NeighborPairSampler,
     PairMixup,
-    PairPrioritizedReplayBuffer,
-    PrioritizedNeighborPairSampler,
     make_replay_buffer,
 )
 from nmer_torchrl.functional import combine, sample_dirichlet
@@ -29,14 +27,12 @@ from nmer_torchrl.gaussian_process import GaussianProcess
 from nmer_torchrl.samplers import NeighborhoodSampler
 from nmer_torchrl.transforms import (
     DensityFraction,
-    DistanceCap,
     ExponentialFraction,
     Fraction,
     GaussianProcessMixup,
     LinearFraction,
     MeanMixup,
     NeighborhoodMixup,
-    QuantileCap,
 )
 
 TINY = 1e-4  # see test_functional
@@ -147,7 +143,7 @@ def test_the_same_seed_gives_the_same_batches_also_from_a_saved_state(name):
     def new(seed):
         pairs = name in ("pair", "mean")
         sampler = (NeighborPairSampler if pairs else NeighborhoodSampler)(4, search="torch")
-        gates = [Fraction(LinearFraction(1.0, 0.0, 400)), QuantileCap(sampler, 0.8, window=120)]
+        gates = [Fraction(LinearFraction(1.0, 0.0, 400))]
         generator = torch.Generator().manual_seed(seed)
         fold = make_fold(name, sampler, gates=gates, generator=generator)
         buffer = make_buffer(sampler, fold, generator=torch.Generator().manual_seed(seed))
@@ -254,10 +250,6 @@ def test_density_follows_what_is_stored():
         (lambda: ExponentialFraction(1.0, -0.1, 10), "last=-0.1"),
         (lambda: ExponentialFraction(1.0, 0.0, 0), "half_life=0.*at least 1"),
         (lambda: DensityFraction(NeighborPairSampler(), 0.0, 1.0, -5), "rows=-5"),
-        (lambda: DistanceCap(NeighborPairSampler(), 0.0), "limit=0.0.*above 0"),
-        (lambda: DistanceCap(NeighborPairSampler(), math.inf), "limit=inf"),
-        (lambda: QuantileCap(NeighborPairSampler(), 0.0), "quantile=0.0.*above 0 and up to 1"),
-        (lambda: QuantileCap(NeighborPairSampler(), 0.5, window=0), "window=0.*at least 1"),
         (lambda: GaussianProcess(lengthscale=0.0), "lengthscale=0.0.*above 0"),
         (lambda: GaussianProcess(noise_variance=-1.0), "noise_variance=-1.0.*above 0"),
         (lambda: GaussianProcess(max_variance=0.0), "max_variance=0.0.*above 0"),
@@ -267,67 +259,6 @@ def test_density_follows_what_is_stored():
 def test_bad_values_are_named(make, words):
     with pytest.raises(ValueError, match=words):
         make()
-
-
-# -- the cap on distances --------------------------------------------------------------------------
-
-
-def z_distances(buffer, index):
-    points = torch.cat([buffer.storage[:][key] for key in ("observation", "action")], 1).double()
-    z = points / points.std(0, correction=0)
-    return (z[index[:, 1:]] - z[index[:, :1]]).norm(dim=-1).amax(-1)
-
-
-@pytest.mark.parametrize("name", FOLDS)
-def test_rows_whose_partner_is_too_far_stay_unmixed(name):
-    pairs = name in ("pair", "mean")
-    sampler = (NeighborPairSampler if pairs else NeighborhoodSampler)(4, search="torch")
-    buffer = make_buffer(sampler, make_fold(name, sampler, gates=[DistanceCap(sampler, 1.2)]))
-    buffer.extend(make_transitions(200))
-    batch = buffer.sample()
-    near = z_distances(buffer, batch["index"]) <= 1.2
-    assert near.any()
-    assert not near.all()
-    assert torch.equal(batch["mixup_weight"][:, 0] < 1, near)
-    assert_anchors(batch, buffer.storage[:][batch["index"]], ~near)
-
-
-def test_the_quantile_is_that_of_the_last_rows():
-    sampler = NeighborPairSampler(4, search="torch")
-    cap = QuantileCap(sampler, 0.7, window=300)
-    buffer = make_buffer(sampler, PairMixup(0.75, gates=[cap]))
-    buffer.extend(make_transitions(200))
-    seen = torch.empty(0, dtype=torch.float64)
-    for _ in range(10):
-        batch = buffer.sample()
-        distance = z_distances(buffer, batch["index"])
-        seen = torch.cat([seen, distance])[-300:]
-        limit = seen.sort().values[math.ceil(0.7 * len(seen)) - 1]
-        assert cap.limit == pytest.approx(float(limit))
-        assert torch.equal(batch["mixup_weight"][:, 0] < 1, distance <= cap.limit + 1e-12)
-
-
-def test_a_quantile_before_any_row_holds_nothing_back():
-    assert QuantileCap(NeighborPairSampler(), 0.5).limit == math.inf
-
-
-def test_priorities_take_capped_pairs_as_unmixed():
-    sampler = PrioritizedNeighborPairSampler(100, 4, search="torch")
-    buffer = PairPrioritizedReplayBuffer(
-        storage=LazyTensorStorage(100),
-        sampler=sampler,
-        transform=PairMixup(0.75, gates=[DistanceCap(sampler, 1e-9)]),
-        batch_size=20,
-    )
-    buffer.extend(make_transitions(100))
-    batch = buffer.sample()
-    assert (batch["mixup_weight"] == 1).all()
-    batch["td_error"] = torch.full((20,), 3.0)
-    buffer.update_tensordict_priority(batch)
-    anchor = batch["index"][:, 0].unique()
-    priority = sampler.priorities(torch.arange(100))
-    changed = (priority - 3.0).abs() < 1e-3
-    assert torch.equal(changed.nonzero().squeeze(1), anchor)
 
 
 # -- neighbourhoods --------------------------------------------------------------------------------

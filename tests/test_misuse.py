@@ -46,13 +46,11 @@ from nmer_torchrl import (
 from nmer_torchrl.samplers import NeighborhoodSampler, SpreadSampler
 from nmer_torchrl.transforms import (
     DensityFraction,
-    DistanceCap,
     Fraction,
     GaussianProcessMixup,
     MeanMixup,
     MixReg,
     NeighborhoodMixup,
-    QuantileCap,
     RewardMean,
     Same,
     TunedMixup,
@@ -152,16 +150,6 @@ WRONG = {
         lambda **o: compose(PrioritizedNeighborPairSampler(N), PairMixup(), **o),
         r"TensorDictReplayBuffer does not update; use a PairPrioritizedReplayBuffer",
     ),
-    "DistanceCap of another sampler": (
-        lambda **o: compose(
-            NeighborPairSampler(), PairMixup(gates=[DistanceCap(other(), 1.0)]), **o
-        ),
-        r"DistanceCap of PairMixup belongs to another sampler",
-    ),
-    "QuantileCap of another sampler": (
-        lambda **o: compose(RandomPairSampler(), MeanMixup(gates=[QuantileCap(other(), 0.9)]), **o),
-        r"QuantileCap of MeanMixup belongs to another sampler",
-    ),
     "DensityFraction of another sampler": (
         lambda **o: compose(
             NeighborPairSampler(),
@@ -233,13 +221,13 @@ def test_every_pairing_and_every_fold_is_in_the_table():
                 assert name in made, name
 
 
-def test_a_sampler_that_is_replaced_leaves_no_cap_behind():
-    sampler = NeighborPairSampler()
-    buffer = compose(sampler, PairMixup(gates=[DistanceCap(sampler, 1.0)]))
+def test_a_sampler_that_is_replaced_leaves_no_measure_behind():
+    sampler = NeighborhoodSampler(k=3)
+    buffer = compose(sampler, GaussianProcessMixup(sampler))
     buffer.extend(make_transitions(N))
     buffer.sample()
-    buffer.set_sampler(NeighborPairSampler())
-    with pytest.raises(ValueError, match="DistanceCap of PairMixup belongs to another sampler"):
+    buffer.set_sampler(NeighborhoodSampler(k=3))
+    with pytest.raises(ValueError, match="geometry of GaussianProcessMixup belongs to another"):
         buffer.sample()
     buffer.set_sampler(RandomSampler())
     with pytest.raises(TypeError, match=DRAWN.format("RandomSampler")):
@@ -537,14 +525,11 @@ def test_parts_of_a_transition_that_stay_unmixed_are_named(keys, left):
         compose(NeighborPairSampler(), PairMixup(mix_keys=keys)).extend(make_transitions(N))
 
 
-def test_in_an_ensemble_a_cap_of_another_member_is_refused():
-    first, second = NeighborPairSampler(), NeighborPairSampler()
-    members = [
-        filled(lambda s=s: compose(s, PairMixup(gates=[DistanceCap(first, 3.0)])))
-        for s in (first, second)
-    ]
+def test_in_an_ensemble_a_measure_of_another_member_is_refused():
+    first, second = NeighborhoodSampler(k=3), NeighborhoodSampler(k=3)
+    members = [filled(lambda s=s: compose(s, GaussianProcessMixup(first))) for s in (first, second)]
     ensemble = ReplayBufferEnsemble(*members, sample_from_all=True, batch_size=16)
-    with pytest.raises(ValueError, match="DistanceCap of PairMixup belongs to another sampler"):
+    with pytest.raises(ValueError, match="geometry of GaussianProcessMixup belongs to another"):
         ensemble.sample()
 
 
@@ -568,10 +553,7 @@ def test_a_measure_of_the_users_own_is_taken():
         def embed(self, batch):
             return sampler.embed(batch)
 
-        def distances(self, batch):
-            return sampler.distances(batch)
-
-    buffer = compose(sampler, GaussianProcessMixup(Scaled(), gates=[DistanceCap(Scaled(), 9.0)]))
+    buffer = compose(sampler, GaussianProcessMixup(Scaled()))
     buffer.extend(make_transitions(N))
     assert buffer.sample().shape == (8,)
 

@@ -1,6 +1,8 @@
 """The package as its users get it: imports and wheel."""
 
 import ast
+import importlib
+import inspect
 import subprocess
 import sys
 import sysconfig
@@ -8,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from torchrl.envs.transforms import Transform
 
 import nmer_torchrl
 
@@ -104,6 +107,15 @@ def test_dependencies_point_one_way(room):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nmer_torchrl."):
                 used.add(node.module.split(".")[1])
     assert used & USES.keys() - {room} <= USES[room]
+
+
+def test_transforms_are_abstract_or_final_and_at_most_two_levels_deep():
+    for path in (Path(nmer_torchrl.__file__).parent / "transforms").glob("*.py"):
+        module = importlib.import_module(f"nmer_torchrl.transforms.{path.stem}")
+        for name, kind in inspect.getmembers(module, inspect.isclass):
+            if issubclass(kind, Transform) and kind.__module__ == module.__name__:
+                assert kind.__mro__.index(Transform) <= 2, name
+                assert inspect.isabstract(kind) != getattr(kind, "__final__", False), name
 
 
 def imported(path: Path) -> set[str]:

@@ -41,11 +41,9 @@ from nmer_torchrl.samplers import NeighborhoodSampler, PairSampler
 from nmer_torchrl.tracking import StoredRows
 from nmer_torchrl.transforms import (
     DensityFraction,
-    DistanceCap,
     Fraction,
     GaussianProcessMixup,
     NeighborhoodMixup,
-    QuantileCap,
 )
 
 N, B = 64, 32
@@ -300,12 +298,10 @@ def test_neighborhoods_need_a_fold_of_their_own():
 @pytest.mark.parametrize(
     "transform",
     [
-        lambda unit: PairMixup(gates=[DistanceCap(unit, 1.0)]),
-        lambda unit: PairMixup(gates=[QuantileCap(unit, 0.9)]),
         lambda unit: PairMixup(gates=[Fraction(DensityFraction(unit, 0.0, 1.0, 9))]),
         lambda unit: GaussianProcessMixup(unit),
     ],
-    ids=["cap", "quantile", "density", "process"],
+    ids=["density", "process"],
 )
 def test_a_measure_belongs_to_the_unit_of_the_same_buffer(transform):
     unit, other = NeighborPairs(k=4), NeighborPairs(k=4)

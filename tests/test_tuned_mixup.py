@@ -1,10 +1,10 @@
-import copy
 import pickle
 
 import pytest
 import torch
 from tensordict import TensorDict
 
+from nmer_torchrl.networks import draw_seed, make_mlp
 from nmer_torchrl.transforms import TunedMixup
 
 OPTIONS = {"keys": ["x"], "value_keys": ["y"], "terminated_key": "end"}
@@ -26,31 +26,26 @@ def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_one_step_is_that_of_the_definition():
+def test_steps_are_those_of_the_definition():
     fold, pairs = make_fold(alpha=0.5, lr=1e-2, tolerance=1e-4), make_pairs(40, seed=1)
-    fold(pairs)  # makes the discriminator
-    before = copy.deepcopy(fold._learner)
-    fold.alpha = before.alpha.item()
-    batch = fold(pairs)
-
-    # The discriminator: one step of Adam on the sum of both members' errors.
-    loss = sum(
-        (before.layers(pairs["x"][:, i]) - pairs["y"][:, i]).square().mean() for i in range(2)
-    )
-    before.layers_optimizer.zero_grad()
-    loss.backward()
-    before.layers_optimizer.step()
-    assert_same_weights(fold._learner.layers, before.layers)
-
-    # Alpha: one step of Adam on log(alpha) * (distance from linear - tolerance).
-    w = batch["mixup_weight"]
-    with torch.no_grad():
-        first, second = before.layers(pairs["x"]).unbind(1)
-        distance = (before.layers(batch["x"]) - (w * first + (1 - w) * second)).square().mean()
-    before.alpha_optimizer.zero_grad()
-    before.alpha.grad = (distance - 1e-4) / before.alpha.detach()
-    before.alpha_optimizer.step()
-    assert fold.alpha == pytest.approx(before.alpha.item(), rel=1e-6)
+    layers = make_mlp([3, 32, 32, 1], draw_seed(torch.Generator().manual_seed(0)))
+    alpha = torch.nn.Parameter(torch.tensor(0.5))
+    optimizers = [torch.optim.Adam(each, lr=1e-2) for each in (layers.parameters(), [alpha])]
+    for _ in range(3):
+        w = (batch := fold(pairs))["mixup_weight"]
+        # The discriminator: one step of Adam on the sum of both members' errors.
+        loss = sum((layers(pairs["x"][:, i]) - pairs["y"][:, i]).square().mean() for i in range(2))
+        optimizers[0].zero_grad()
+        loss.backward()
+        optimizers[0].step()
+        assert_same_weights(fold._learner.layers, layers)
+        # Alpha: one step of Adam on log(alpha) * (distance from linear - tolerance).
+        with torch.no_grad():
+            first, second = layers(pairs["x"]).unbind(1)
+            distance = (layers(batch["x"]) - (w * first + (1 - w) * second)).square().mean()
+        alpha.grad = (distance - 1e-4) / alpha.detach()
+        optimizers[1].step()
+        assert fold.alpha == pytest.approx(alpha.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize(("linear", "rises"), [(True, True), (False, False)])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from nmer_torchrl.checks import COUNT, POSITIVE, Number
 from nmer_torchrl.gaussian_process import GaussianProcess
 from nmer_torchrl.methods.base import option
-from nmer_torchrl.methods.groups import NearFolding
+from nmer_torchrl.methods.groups import Folding, Near
 from nmer_torchrl.methods.options import make_metric
 from nmer_torchrl.metrics import ProductNorm
 from nmer_torchrl.samplers import NeighborhoodSampler
@@ -15,13 +15,13 @@ from nmer_torchrl.transforms import GaussianProcessMixup
 
 
 @dataclass(frozen=True, kw_only=True)
-class GP(NearFolding[NeighborhoodSampler]):
+class GP(Near[NeighborhoodSampler], Folding[NeighborhoodSampler]):
     """Mixes observation and action, and predicts reward and next observation there.
 
     Inputs are mixed as by `Neighborhood`. Outcomes are predicted from the anchor and its
     neighbours by `m + k^T K^-1 (Y - m)`, with variance `1 - k^T K^-1 k` (see `GaussianProcess`).
 
-    The options are those below and those of `Keyed`, `Ending`, `Near`, `Folding` and `NearFolding`.
+    The options are those below and those of `Keyed`, `Ending`, `Near` and `Folding`.
 
     Source: this project, after the Gaussian processes of the code that R. Sander et al. released
     with *Neighborhood mixup experience replay*, L4DC, 2022.

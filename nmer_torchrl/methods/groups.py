@@ -72,10 +72,13 @@ class Near(Keyed[S]):
         search: The neighbour search (see `NeighborPairSampler`).
         metric: The distance between rows: `"euclidean"`, `"mahalanobis"`, `"product"`, one of them
             with arguments as in `{"euclidean": {"weights": {"action": 0.5}}}`, or a metric object.
+        max_distance: Rows whose neighbours are farther away than this stay unmixed.
+            `{"quantile": 0.9}` sets the limit from the distances of recent rows. None for no limit.
     """
 
     search: SearchName | NeighborSearch = option("auto", read_search)
     metric: MetricOption = option("euclidean", read_metric)
+    max_distance: DistanceOption | None = option(None, read_distance)
 
     def __post_init__(self) -> None:
         """Refuses a metric that the search does not serve, or that the keys do not suit."""
@@ -87,6 +90,7 @@ class Near(Keyed[S]):
         return {
             "search": self.search,
             "metric": make_metric(self.metric),
+            "max_distance": make_cap(self.max_distance),
             "keys": self.keys,
             "value_keys": self.value_keys,
         }
@@ -115,7 +119,7 @@ class Folding(Ending[S]):
     same_keys: Sequence[NestedKey] = option((), read_keys)
 
     def make_gates(self, sampler: Sampler) -> list[Gate]:
-        """Builds the gates of the fold; the sampler measures and counts for those that need it."""
+        """Builds the gates of the fold; the sampler counts stored rows for those that ask."""
         same: list[Gate] = [Same(*self.same_keys)] if self.same_keys else []
         return same + make_fraction(self.fraction, sampler)
 
@@ -156,22 +160,6 @@ class Pairs(Folding[S]):
             return MeanMixup(**self.fold_options(sampler))
         alpha = 1.0 if self.interpolation == "uniform" else self.alpha
         return PairMixup(alpha, **self.fold_options(sampler))
-
-
-@dataclass(frozen=True, kw_only=True)
-class NearFolding(Folding[S], Near[S]):
-    """Holds the options of methods that mix rows with their neighbours.
-
-    Keyword Args:
-        max_distance: Rows whose neighbours are farther away than this stay unmixed.
-            `{"quantile": 0.9}` sets the limit from the distances of recent rows. None for no limit.
-    """
-
-    max_distance: DistanceOption | None = option(None, read_distance)
-
-    def make_gates(self, sampler: Sampler) -> list[Gate]:
-        """Also keeps far neighbours apart."""
-        return make_cap(self.max_distance, sampler) + super().make_gates(sampler)
 
 
 @dataclass(frozen=True, kw_only=True)

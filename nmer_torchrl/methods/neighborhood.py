@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 from nmer_torchrl.checks import COUNT
 from nmer_torchrl.methods.base import option
-from nmer_torchrl.methods.groups import NearFolding
+from nmer_torchrl.methods.groups import Folding, Near
 from nmer_torchrl.samplers import NeighborhoodSampler
 from nmer_torchrl.transforms import NeighborhoodMixup
 
 
 @dataclass(frozen=True, kw_only=True)
-class Neighborhood(NearFolding[NeighborhoodSampler]):
+class Neighborhood(Near[NeighborhoodSampler], Folding[NeighborhoodSampler]):
     """Mixes each row with all of its k nearest neighbours.
 
     A row becomes `sum_i w_i * row_i` over the anchor and its neighbours, with weights
     `w ~ Dirichlet(alpha, ..., alpha)`; with `k=1` it is `OneNN`.
 
-    The options are those below and those of `Keyed`, `Ending`, `Near`, `Folding` and `NearFolding`.
+    The options are those below and those of `Keyed`, `Ending`, `Near` and `Folding`.
 
     Source: this project; `docs/interpolation.md` compares it with pairs.
 

@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 from nmer_torchrl.checks import COUNT
 from nmer_torchrl.methods.base import option
-from nmer_torchrl.methods.groups import NearFolding, Pairs
+from nmer_torchrl.methods.groups import Near, Pairs
 from nmer_torchrl.samplers import NeighborPairSampler
 
 
 @dataclass(frozen=True, kw_only=True)
-class NMER(NearFolding[NeighborPairSampler], Pairs[NeighborPairSampler]):
+class NMER(Near[NeighborPairSampler], Pairs[NeighborPairSampler]):
     """Mixes each row with one of its k nearest neighbours.
 
     A uniform anchor and one of its neighbours, by the distance over Z-scored observation and
     action, become `w * anchor + (1 - w) * partner` with `w ~ Beta(alpha, alpha)`. Where either is
     terminal, the anchor stays as it is.
 
-    The options are those below and those of `Keyed`, `Ending`, `Near`, `Folding`, `NearFolding`
-    and `Pairs`.
+    The options are those below and those of `Keyed`, `Ending`, `Near`, `Folding` and
+    `Pairs`.
 
     Source: R. Sander et al., *Neighborhood mixup experience replay*, L4DC, 2022.
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nmer_torchrl.methods.groups import NearFolding, Pairs
+from nmer_torchrl.methods.groups import Near, Pairs
 from nmer_torchrl.samplers import NeighborPairSampler
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneNN(NearFolding[NeighborPairSampler], Pairs[NeighborPairSampler]):
+class OneNN(Near[NeighborPairSampler], Pairs[NeighborPairSampler]):
     """Mixes each row with its nearest neighbour; in all else it is `NMER`.
 
-    The options are those of `Keyed`, `Ending`, `Near`, `Folding`, `NearFolding` and `Pairs`.
+    The options are those of `Keyed`, `Ending`, `Near`, `Folding` and `Pairs`.
 
     Source: R. Sander et al., *Neighborhood mixup experience replay*, L4DC, 2022 (1NN-Mixup).
 

@@ -12,14 +12,13 @@ from nmer_torchrl.checks import POSITIVE, SHARE, is_number
 from nmer_torchrl.keys import as_keys
 from nmer_torchrl.metrics import Euclidean, Mahalanobis, Metric, ProductNorm
 from nmer_torchrl.neighbors import check_search
+from nmer_torchrl.pairs import QuantileCap
 from nmer_torchrl.transforms import (
     DensityFraction,
-    DistanceCap,
     ExponentialFraction,
     Fraction,
     Gate,
     LinearFraction,
-    QuantileCap,
     Schedule,
 )
 
@@ -30,7 +29,7 @@ FractionName = Literal["linear", "exponential", "density"]
 # A mapping is `{name: {argument: value}}`.
 MetricOption = MetricName | Mapping[MetricName, Mapping[str, Any] | None] | Metric
 FractionOption = float | Mapping[FractionName, Mapping[str, Any]] | Schedule
-DistanceOption = float | Mapping[Literal["quantile"], float]
+DistanceOption = float | Mapping[Literal["quantile"], float] | QuantileCap
 
 
 def make_metric(option: MetricOption) -> Metric:
@@ -70,25 +69,23 @@ def make_fraction(option: FractionOption, sampler: Any) -> list[Gate]:
     return [Fraction(_named("fraction", option, known, "a number from 0 to 1, "))]
 
 
-def make_cap(option: DistanceOption | None, sampler: Any) -> list[Gate]:
-    """Builds the gate that keeps far pairs unmixed; none without a limit.
-
-    The sampler measures the distances.
+def make_cap(option: DistanceOption | None) -> float | QuantileCap | None:
+    """Returns the greatest distance of a partner, as a pairing takes it.
 
     Examples:
-        >>> make_cap({"quantile": 0.9}, None)
-        [QuantileCap(quantile=0.9)]
+        >>> make_cap({"quantile": 0.9})
+        QuantileCap(quantile=0.9, window=8192)
     """
-    if option is None:
-        return []
+    if option is None or isinstance(option, QuantileCap):
+        return option
     if is_number(option):
-        return [DistanceCap(sampler, POSITIVE("max_distance", option))]
+        return cast(float, POSITIVE("max_distance", option))
     if not isinstance(option, Mapping) or set(option) != {"quantile"}:
         raise ValueError(
             f"max_distance={option!r} is not valid; give a distance above 0, or a share of pairs "
             "as in {'quantile': 0.9}."
         )
-    return [QuantileCap(sampler, option["quantile"])]
+    return QuantileCap(option["quantile"])
 
 
 def _named(name: str, option: Any, known: Mapping[str, Callable[..., Any]], other: str = "") -> Any:
@@ -143,4 +140,4 @@ def _keeps(check: Callable[[Any], object]) -> Callable[[str, Any], Any]:
 read_search = _keeps(check_search)
 read_metric = _keeps(make_metric)
 read_fraction = _keeps(partial(make_fraction, sampler=None))
-read_distance = _keeps(partial(make_cap, sampler=None))
+read_distance = _keeps(make_cap)

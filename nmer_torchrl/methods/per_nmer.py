@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from nmer_torchrl.checks import COUNT
 from nmer_torchrl.methods.base import option
-from nmer_torchrl.methods.groups import NearFolding, Pairs, Prioritized
+from nmer_torchrl.methods.groups import Near, Pairs, Prioritized
 from nmer_torchrl.pair_priorities import PairPrioritizedReplayBuffer
 from nmer_torchrl.samplers import PrioritizedNeighborPairSampler
 
 
 @dataclass(frozen=True, kw_only=True)
 class PERNMER(
-    NearFolding[PrioritizedNeighborPairSampler],
+    Near[PrioritizedNeighborPairSampler],
     Pairs[PrioritizedNeighborPairSampler],
     Prioritized[PrioritizedNeighborPairSampler],
 ):
@@ -23,8 +23,8 @@ class PERNMER(
     and the importance weight of a mixed row is mixed as the row is (see
     `PairPrioritizedReplayBuffer`).
 
-    The options are those below and those of `Keyed`, `Ending`, `Near`, `Folding`, `NearFolding`,
-    `Pairs` and `Prioritized`.
+    The options are those below and those of `Keyed`, `Ending`, `Near`, `Folding`, `Pairs` and
+    `Prioritized`.
 
     Source: R. Sander et al., *Neighborhood mixup experience replay*, L4DC, 2022.
 

@@ -7,6 +7,7 @@ without a partner is paired with itself.
 """
 
 from nmer_torchrl.pairs.base import Pairing
+from nmer_torchrl.pairs.cap import QuantileCap
 from nmer_torchrl.pairs.neighbor import NearPairing, Neighborhoods, NeighborPairs
 from nmer_torchrl.pairs.random import RandomPairs
 from nmer_torchrl.pairs.successor import SuccessorPairs
@@ -16,6 +17,7 @@ __all__ = [
     "NeighborPairs",
     "Neighborhoods",
     "Pairing",
+    "QuantileCap",
     "RandomPairs",
     "SuccessorPairs",
 ]

@@ -15,6 +15,7 @@ from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS
 from nmer_torchrl.metrics import Metric
 from nmer_torchrl.neighbors import NeighborSearch, SearchName
 from nmer_torchrl.pairs.base import Pairing
+from nmer_torchrl.pairs.cap import Cap, QuantileCap
 from nmer_torchrl.pairs.neighborhood import Neighborhood, check_k
 from nmer_torchrl.tracking.rows import check_positions
 
@@ -30,8 +31,10 @@ class NearPairing(Pairing):
         keys: Sequence[NestedKey] = POINT_KEYS,
         value_keys: Sequence[NestedKey] = VALUE_KEYS,
         metric: Metric | None = None,
+        max_distance: float | QuantileCap | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
+        self.cap = None if max_distance is None else Cap(max_distance)
         self.neighborhood = Neighborhood(k, search, keys, value_keys, metric)
         super().__init__(self.neighborhood.rows, generator)
 
@@ -73,6 +76,13 @@ class NearPairing(Pairing):
         """
         return self.neighborhood.distances(batch)
 
+    def _within(self, anchor: Tensor, partner: Tensor) -> Tensor:
+        """Replaces the partners that are too far away by the anchor."""
+        if self.cap is None:
+            return partner
+        near = self.cap.near(self.neighborhood.stored_distances(anchor, partner))
+        return torch.where(near, partner, anchor)
+
     def clear(self) -> None:
         """Reads all rows anew at the next draw, such as when the function of a metric changed."""
         with self.lock:
@@ -83,17 +93,20 @@ class NearPairing(Pairing):
         self.neighborhood.synchronize(storage)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what the neighbour search keeps, such as the lists of a graph."""
+        """Returns what the neighbour search keeps, and the distances that a cap remembers."""
         with self.lock:
             storage = self.rows.storage
             if storage is not None and len(storage):
                 self.synchronize(storage)
-            return self.neighborhood.state_dict()
+            state = self.neighborhood.state_dict()
+            return state if self.cap is None else {**state, "recent": self.cap.recent.clone()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Reads the storage anew at the next draw, and gives the search what it kept."""
+        """Reads the storage anew at the next draw, and gives search and cap what they kept."""
         with self.lock:
             self.neighborhood.load_state_dict(state_dict)
+            if self.cap is not None and "recent" in state_dict:
+                self.cap.recent = state_dict["recent"].clone()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(k={self.k}, keys={self.rows.keys})"
@@ -119,6 +132,8 @@ class NeighborPairs(NearPairing):
             mixes beyond `keys`.
         metric: How far apart rows are: `Euclidean()`, the default, `Mahalanobis()`,
             `ProductNorm()`, or either of the first two in a `FeatureSpace`.
+        max_distance: Greatest distance of a partner under the metric, or a `QuantileCap`. An anchor
+            whose partner is farther away is paired with itself. `None` for no limit.
         generator: Source of all randomness; `None` uses torch's global one.
 
     Examples:
@@ -137,17 +152,19 @@ class NeighborPairs(NearPairing):
     def partners(self, anchor: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Returns the partners `[B]` of anchors `[B]`, after `synchronize`."""
         near = self.neighborhood
-        return choose_neighbor(
+        partner = choose_neighbor(
             anchor, near.neighbors(anchor), generator=generator, **near.padding()
         )
+        return self._within(anchor, partner)
 
 
 class Neighborhoods(NearPairing):
     """Groups each anchor with all its k nearest neighbours, `[B, 1 + k]`.
 
     The neighbours are those of `NeighborPairs`, nearest first; where fewer than k others are
-    stored, the anchor takes the place of those that are missing. It goes with `NeighborhoodMixup`
-    or `GaussianProcessMixup`, and takes the arguments of `NeighborPairs`.
+    stored, the anchor takes the place of those that are missing, as of those that are farther away
+    than `max_distance`. It goes with `NeighborhoodMixup` or `GaussianProcessMixup`, and takes the
+    arguments of `NeighborPairs`.
 
     Examples:
         >>> from nmer_torchrl import Neighborhoods
@@ -159,5 +176,5 @@ class Neighborhoods(NearPairing):
 
     def partners(self, anchor: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Returns the neighbours `[B, k]` of anchors `[B]`, after `synchronize`."""
-        neighbors = self.neighborhood.neighbors(anchor)
-        return torch.where(neighbors < 0, anchor.unsqueeze(1), neighbors)
+        own, neighbors = anchor.unsqueeze(1), self.neighborhood.neighbors(anchor)
+        return self._within(own, torch.where(neighbors < 0, own, neighbors))

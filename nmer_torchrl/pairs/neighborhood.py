@@ -127,6 +127,12 @@ class Neighborhood:
             return {}
         return {"padded": self._at_least <= self.k, "alone": table.holes}
 
+    def stored_distances(self, first: Tensor, second: Tensor) -> Tensor:
+        """Returns the distances between stored rows, by positions that broadcast; as `embed`."""
+        assert self.space is not None
+        points, _ = self.space.table.rows()
+        return self._last_view().distances(points[first], points[second])
+
     def embed(self, batch: TensorDictBase) -> Tensor:
         """Rows `[*B]` to points `[*B, f]` whose Euclidean distance is that of the last query."""
         return self._last_view().embed(self._points(batch))

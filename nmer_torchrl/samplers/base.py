@@ -17,7 +17,7 @@ from nmer_torchrl.composition import Guard, check_folded
 from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS
 from nmer_torchrl.metrics import Metric
 from nmer_torchrl.neighbors import NeighborSearch, SearchName
-from nmer_torchrl.pairs import NearPairing, Pairing
+from nmer_torchrl.pairs import NearPairing, Pairing, QuantileCap
 from nmer_torchrl.tracking.rows import StoredRows, check_layout
 
 _STATE_FILE = "sampler.pt"
@@ -184,10 +184,17 @@ class NearSampler(NeighborQueries, PairSampler):
         keys: Sequence[NestedKey] = POINT_KEYS,
         value_keys: Sequence[NestedKey] = VALUE_KEYS,
         metric: Metric | None = None,
+        max_distance: float | QuantileCap | None = None,
     ) -> None:
-        super().__init__(
-            self.pairing(k, search=search, keys=keys, value_keys=value_keys, metric=metric)
+        unit = self.pairing(
+            k,
+            search=search,
+            keys=keys,
+            value_keys=value_keys,
+            metric=metric,
+            max_distance=max_distance,
         )
+        super().__init__(unit)
 
 
 def draw_uniform(rows: StoredRows, batch_size: int, generator: torch.Generator | None) -> Tensor:

@@ -26,6 +26,8 @@ class NeighborPairSampler(NearSampler):
             mixes beyond `keys`.
         metric: How far apart rows are: `Euclidean()`, the default, `Mahalanobis()`,
             `ProductNorm()`, or either of the first two in a `FeatureSpace`.
+        max_distance: Greatest distance of a partner under the metric, or a `QuantileCap`. An anchor
+            whose partner is farther away is paired with itself. `None` for no limit.
 
     Examples:
         >>> import torch

@@ -17,7 +17,7 @@ from nmer_torchrl import _compat
 from nmer_torchrl.checks import is_integer
 from nmer_torchrl.functional import as_rows
 from nmer_torchrl.keys import get_entry
-from nmer_torchrl.networks import descend, draw_seed, make_mlp
+from nmer_torchrl.networks import CarefulAdam, draw_seed, make_mlp
 from nmer_torchrl.samplers.base import LockedSampler
 from nmer_torchrl.tracking.rows import check_layout, stored_entries
 
@@ -79,7 +79,7 @@ class ReplayOptimizationSampler(LockedSampler):
         super().__init__()
         self._returns: deque[float] = deque(maxlen=episodes)
         self._policy: nn.Sequential | None = None
-        self._optimizer: torch.optim.Adam | None = None
+        self._optimizer: CarefulAdam | None = None
         self._empty()
 
     def _empty(self) -> None:
@@ -210,7 +210,7 @@ class ReplayOptimizationSampler(LockedSampler):
                 logits = policy(features[rows]).squeeze(-1)
                 # The logarithm of the probability of what was chosen is minus this entropy.
                 surprise = binary_cross_entropy_with_logits(logits, kept[rows].float())
-                descend(gain * surprise, optimizer)
+                optimizer.step(gain * surprise)
         with torch.no_grad():
             scores = torch.cat([policy(part).squeeze(-1) for part in features.split(65_536)])
         draws = torch.rand(len(scores), generator=self._generator)
@@ -231,11 +231,11 @@ class ReplayOptimizationSampler(LockedSampler):
         age = age / age.max().clamp_min(1.0)
         return torch.stack([_standardized(reward), _standardized(error), age], -1)
 
-    def _ready(self, seed: int | None = None) -> tuple[nn.Sequential, torch.optim.Adam]:
+    def _ready(self, seed: int | None = None) -> tuple[nn.Sequential, CarefulAdam]:
         if self._policy is None or self._optimizer is None:
             seed = draw_seed(_compat.generator(self)) if seed is None else seed
             self._policy = make_mlp([_FEATURES, *self.hidden, 1], seed)
-            self._optimizer = torch.optim.Adam(self._policy.parameters(), lr=self.lr)
+            self._optimizer = CarefulAdam(self._policy.parameters(), self.lr)
             # Its own, so that when an episode ends changes nothing about which rows are drawn.
             self._generator = torch.Generator().manual_seed(seed + 1)
         return self._policy, self._optimizer

@@ -19,7 +19,7 @@ from nmer_torchrl.functional import mean_by_position, pair_priorities
 from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS
 from nmer_torchrl.metrics import Metric
 from nmer_torchrl.neighbors import NeighborSearch, SearchName
-from nmer_torchrl.pairs import NeighborPairs
+from nmer_torchrl.pairs import NeighborPairs, QuantileCap
 from nmer_torchrl.samplers.base import NeighborQueries, load_state, save_state
 from nmer_torchrl.tracking.rows import check_layout
 
@@ -225,6 +225,7 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
         keys: Entries in which distances are measured, as in `NeighborPairSampler`.
         value_keys: Entries that must be finite in a partner, as in `NeighborPairSampler`.
         metric: How far apart rows are, as in `NeighborPairSampler`.
+        max_distance: Greatest distance of a partner, as in `NeighborPairSampler`.
 
     Examples:
         >>> from nmer_torchrl import PrioritizedNeighborPairSampler
@@ -244,9 +245,17 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
         keys: Sequence[NestedKey] = POINT_KEYS,
         value_keys: Sequence[NestedKey] = VALUE_KEYS,
         metric: Metric | None = None,
+        max_distance: float | QuantileCap | None = None,
     ) -> None:
         super().__init__(max_capacity, alpha, beta, eps)
-        self.unit = NeighborPairs(k, search=search, keys=keys, value_keys=value_keys, metric=metric)
+        self.unit = NeighborPairs(
+            k,
+            search=search,
+            keys=keys,
+            value_keys=value_keys,
+            metric=metric,
+            max_distance=max_distance,
+        )
         self._guard = Guard()
 
     @property

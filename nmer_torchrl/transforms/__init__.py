@@ -1,9 +1,9 @@
 """Transforms of a replay buffer: how a pair becomes one row, and what is done to a row."""
 
 from nmer_torchrl.transforms.amplitude import AmplitudeScaling
-from nmer_torchrl.transforms.base import RowCheck
-from nmer_torchrl.transforms.gates import DistanceCap, Fraction, Gate, Geometry, QuantileCap, Same
-from nmer_torchrl.transforms.gaussian_process_mixup import GaussianProcessMixup
+from nmer_torchrl.transforms.fold import Fold
+from nmer_torchrl.transforms.gates import Fraction, Gate, Same
+from nmer_torchrl.transforms.gaussian_process_mixup import GaussianProcessMixup, Geometry
 from nmer_torchrl.transforms.mean_mixup import MeanMixup
 from nmer_torchrl.transforms.mixreg import MixReg
 from nmer_torchrl.transforms.n_step import FlattenRows
@@ -11,6 +11,7 @@ from nmer_torchrl.transforms.neighborhood_mixup import NeighborhoodMixup
 from nmer_torchrl.transforms.noise import GaussianNoise
 from nmer_torchrl.transforms.pair_mixup import PairMixup
 from nmer_torchrl.transforms.reward import RewardMean
+from nmer_torchrl.transforms.row_check import RowCheck
 from nmer_torchrl.transforms.schedules import (
     DensityFraction,
     ExponentialFraction,
@@ -23,9 +24,9 @@ from nmer_torchrl.transforms.tuned_mixup import TunedMixup
 __all__ = [
     "AmplitudeScaling",
     "DensityFraction",
-    "DistanceCap",
     "ExponentialFraction",
     "FlattenRows",
+    "Fold",
     "Fraction",
     "Gate",
     "GaussianNoise",
@@ -36,7 +37,6 @@ __all__ = [
     "MixReg",
     "NeighborhoodMixup",
     "PairMixup",
-    "QuantileCap",
     "RewardMean",
     "RowCheck",
     "Same",

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import final
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 
 from nmer_torchrl.keys import as_keys, next_key
-from nmer_torchrl.transforms.base import Augmentation, restore_rows
+from nmer_torchrl.transforms.augmentation import Augmentation
+from nmer_torchrl.transforms.rows import device_of, restore_rows
 
 
+@final
 class AmplitudeScaling(Augmentation):
     """Multiplies the observation and the next observation of each row `[*B]` by a random factor.
 
@@ -65,13 +68,10 @@ class AmplitudeScaling(Augmentation):
         super().__init__(both, "observation_keys", generator)
         self.min_factor, self.max_factor = float(min_factor), float(max_factor)
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Rows `[*B]` to rows `[*B]`; a single row is returned as it is."""
-        if not tensordict.ndim:
-            return tensordict
-        entries, dims = self._entries(tensordict), tensordict.ndim
-        device = entries[self._changed_keys[0]].device
-        factor = torch.rand(tensordict.shape, generator=self.generator, device=device)
+    def augment(self, rows: TensorDictBase) -> TensorDictBase:
+        """Returns rows `[*B]` with scaled observations."""
+        entries, dims = self.schema.entries(rows), rows.ndim
+        factor = torch.rand(rows.shape, generator=self.generator, device=device_of(rows))
         low, high = self.min_factor, self.max_factor
         factor = (low + (high - low) * factor).clamp_(low, high)
         scaled = {
@@ -81,7 +81,7 @@ class AmplitudeScaling(Augmentation):
         finite = restore_rows(scaled, entries, dims)
         if finite is not None:
             factor = torch.where(finite, factor, 1.0)
-        return tensordict.copy().update(scaled).set("amplitude", factor.unsqueeze(-1))
+        return rows.copy().update(scaled).set("amplitude", factor.unsqueeze(-1))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(min_factor={self.min_factor}, max_factor={self.max_factor})"

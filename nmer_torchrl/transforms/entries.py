@@ -1,19 +1,42 @@
-"""Looks at the entries of rows for those that a fold would mix wrongly, or forget to mix."""
+"""Checks of entries: those that a fold would mix wrongly, or forget to mix."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
-from nmer_torchrl.keys import get_entry, next_key
+from nmer_torchrl.keys import as_keys, get_entry, next_key
 
 # What TorchRL's transforms note about an episode beside its observations.
 _NOTES = {"reward", "episode_reward", "original_reward", "time_reset", "time_step", "time_policy"}
 _REWARD: NestedKey = ("next", "reward")
+
+
+def as_anchor_keys(
+    anchor_keys: Sequence[NestedKey], mixed: Collection[NestedKey]
+) -> tuple[NestedKey, ...]:
+    """Returns the entries that stay the anchor's; raises if one of them is mixed."""
+    keys = as_keys(anchor_keys, "anchor_keys")
+    both = [key for key in keys if key in mixed]
+    if both:
+        names = ", ".join(map(repr, both))
+        raise ValueError(
+            f"`anchor_keys` names {names}, which is mixed; remove it from one of the two."
+        )
+    return keys
+
+
+def check_single_rows(rows: TensorDictBase) -> None:
+    """Raises if what is about to be stored is not a row or a vector of rows."""
+    if rows.ndim > 1:
+        raise ValueError(
+            f"The rows come in a batch of shape {tuple(rows.shape)}, but pairs are drawn "
+            "from single rows; extend the buffer with `data.reshape(-1)`."
+        )
 
 
 def check_discrete(rows: TensorDictBase, agreed: Collection[NestedKey]) -> bool:

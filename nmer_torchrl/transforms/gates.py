@@ -8,7 +8,7 @@ buffer.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,9 +16,9 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, SampleUnit
 
-from nmer_torchrl.checks import is_integer
 from nmer_torchrl.functional import any_feature
 from nmer_torchrl.keys import as_keys, get_entry
+from nmer_torchrl.transforms.rows import device_of
 from nmer_torchrl.transforms.schedules import Schedule, check_share
 
 
@@ -34,25 +34,6 @@ class Gate(Protocol):
 
     def __call__(self, batch: TensorDictBase, generator: torch.Generator | None) -> Tensor:
         """Rows `[*B, 1 + m]`, the anchor first, to boolean `[*B]`; true where they may be mixed."""
-        ...
-
-
-class Geometry(Protocol):
-    """What measures rows under the metric of a neighbour sampler, such as the sampler itself.
-
-    Examples:
-        >>> from nmer_torchrl import NeighborPairSampler
-        >>> from nmer_torchrl.transforms import DistanceCap
-        >>> sampler = NeighborPairSampler(k=10)  # is one
-        >>> cap = DistanceCap(sampler, limit=2.0)
-    """
-
-    def embed(self, batch: TensorDictBase) -> Tensor:
-        """Rows `[*B]` to points `[*B, f]` whose Euclidean distance is the metric's."""
-        ...
-
-    def distances(self, batch: TensorDictBase) -> Tensor:
-        """Rows `[*B, 1 + m]` to the distances `[*B, m]` of the first from the others."""
         ...
 
 
@@ -82,7 +63,7 @@ class Fraction:
         share = self.share(self.drawn) if callable(self.share) else self.share
         shape = batch.shape[:-1]
         self.drawn += shape.numel()
-        return torch.rand(shape, generator=generator, device=_device(batch, generator)) < share
+        return torch.rand(shape, generator=generator, device=device_of(batch, generator)) < share
 
     def state_dict(self) -> dict[str, Any]:
         """The number of rows seen so far."""
@@ -94,94 +75,6 @@ class Fraction:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.share!r})"
-
-
-class DistanceCap:
-    """Keeps rows unmixed whose partner, or any of whose partners, is farther than a limit.
-
-    Args:
-        geometry: The sampler or pairing of the same buffer, whose metric measures.
-        limit: The greatest distance, above 0. Over Z-scored dimensions, distances grow with the
-            root of their number.
-
-    Examples:
-        >>> from nmer_torchrl import NeighborPairSampler, PairMixup
-        >>> sampler = NeighborPairSampler(k=10)
-        >>> fold = PairMixup(0.75, gates=[DistanceCap(sampler, 2.0)])
-    """
-
-    def __init__(self, geometry: Geometry, limit: float) -> None:
-        if not (math.isfinite(limit) and limit > 0):
-            raise ValueError(
-                f"limit={limit!r} is no distance; it must be finite and above 0. Without a limit, "
-                "leave the cap out."
-            )
-        self.geometry = geometry
-        self.limit = float(limit)
-
-    def __call__(self, batch: TensorDictBase, generator: torch.Generator | None) -> Tensor:
-        """See `Gate`."""
-        return self.geometry.distances(batch).amax(-1) <= self.limit
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.limit})"
-
-
-class QuantileCap:
-    """Keeps rows unmixed whose partner is farther than most partners drawn of late.
-
-    The limit is a quantile of the distances of the last rows seen, this batch included: with 0.9,
-    about the tenth of all pairs that lie farthest apart stay unmixed, whatever the distances are.
-
-    Args:
-        geometry: The sampler or pairing of the same buffer, whose metric measures.
-        quantile: The share of rows within the limit, above 0 and up to 1.
-        window: The number of rows that the quantile is taken of.
-
-    Examples:
-        >>> from nmer_torchrl import NeighborPairSampler, PairMixup
-        >>> sampler = NeighborPairSampler(k=10)
-        >>> fold = PairMixup(0.75, gates=[QuantileCap(sampler, 0.9)])
-    """
-
-    def __init__(self, geometry: Geometry, quantile: float, window: int = 8_192) -> None:
-        if not 0 < quantile <= 1:
-            raise ValueError(
-                f"quantile={quantile!r}, but it is a share of rows, above 0 and up to 1."
-            )
-        if not is_integer(window) or window < 1:
-            raise ValueError(f"window={window!r}, but it is a number of rows, at least 1.")
-        self.geometry = geometry
-        self.quantile = float(quantile)
-        self.window = window
-        self.recent = torch.empty(0, dtype=torch.float64)  # distances, the latest last
-
-    @property
-    def limit(self) -> float:
-        """The greatest distance that is mixed, for now; infinite before any was seen."""
-        count = len(self.recent)
-        if not count:
-            return math.inf
-        rank = min(max(math.ceil(self.quantile * count), 1), count)
-        return float(self.recent.kthvalue(rank).values)
-
-    def __call__(self, batch: TensorDictBase, generator: torch.Generator | None) -> Tensor:
-        """See `Gate`."""
-        distances = self.geometry.distances(batch).amax(-1)
-        seen = distances[distances.isfinite()].cpu()
-        self.recent = torch.cat([self.recent, seen])[-self.window :]
-        return distances <= self.limit
-
-    def state_dict(self) -> dict[str, Any]:
-        """The distances of the last rows."""
-        return {"recent": self.recent.clone()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
-        self.recent = state["recent"].clone()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(quantile={self.quantile})"
 
 
 class Same:
@@ -217,18 +110,19 @@ class Same:
         return f"{type(self).__name__}({', '.join(map(repr, self.keys))})"
 
 
-def measure_of(gate: Gate) -> Sampler | SampleUnit | None:
-    """Returns the sampler or pairing that a gate, or its schedule, measures or counts by."""
-    schedule = getattr(gate, "share", None)
-    found = getattr(gate, "geometry", None) or getattr(schedule, "sampler", None)
+def as_gates(gates: Sequence[Gate]) -> tuple[Gate, ...]:
+    """Returns the gates as a tuple; raises if one is no gate."""
+    if callable(gates):
+        raise TypeError(f"gates={gates!r} is a single gate; give a list, as in gates=[{gates!r}].")
+    for gate in gates:
+        if not callable(gate):
+            raise TypeError(
+                f"`gates` holds {gate!r}, which is not callable; give gates such as Fraction(0.5)."
+            )
+    return tuple(gates)
+
+
+def sampler_of(gate: Gate) -> Sampler | SampleUnit | None:
+    """Returns the sampler or pairing that counts rows for the schedule of a gate, if any."""
+    found = getattr(getattr(gate, "share", None), "sampler", None)
     return found if isinstance(found, (Sampler, SampleUnit)) else None
-
-
-def _device(batch: TensorDictBase, generator: torch.Generator | None) -> torch.device:
-    """Where a batch is; without entries, where the generator is."""
-    if batch.device is not None:
-        return batch.device
-    for entry in batch.values(True, True):
-        if isinstance(entry, Tensor):
-            return entry.device
-    return torch.device("cpu") if generator is None else generator.device

@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, final
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, SampleUnit
 
+from nmer_torchrl.checks import POSITIVE
 from nmer_torchrl.composition import check_measures
-from nmer_torchrl.functional import combine
+from nmer_torchrl.functional import combine, sample_dirichlet
 from nmer_torchrl.gaussian_process import GaussianProcess
 from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS, as_roles
-from nmer_torchrl.transforms.base import anchors
-from nmer_torchrl.transforms.gates import Gate, Geometry
-from nmer_torchrl.transforms.neighborhood_mixup import NeighborhoodMixup
+from nmer_torchrl.transforms.fold import Fold
+from nmer_torchrl.transforms.gates import Gate
+from nmer_torchrl.transforms.rows import anchors, device_of
 
 
-class GaussianProcessMixup(NeighborhoodMixup):
+class Geometry(Protocol):
+    """What places rows under the metric of a neighbour sampler, such as the sampler itself.
+
+    Examples:
+        >>> from nmer_torchrl.samplers import NeighborhoodSampler
+        >>> from nmer_torchrl.transforms import GaussianProcessMixup
+        >>> sampler = NeighborhoodSampler(k=10)  # is one
+        >>> fold = GaussianProcessMixup(sampler)
+    """
+
+    def embed(self, batch: TensorDictBase) -> Tensor:
+        """Rows `[*B]` to points `[*B, f]` whose Euclidean distance is the metric's."""
+        ...
+
+
+@final
+class GaussianProcessMixup(Fold):
     """Folds neighbourhoods `[*B, 1 + m]` to `[*B]`: mixed inputs, predicted reward and next state.
 
     Observation and action are mixed as by `NeighborhoodMixup`. Reward and change of state at that
@@ -49,6 +67,8 @@ class GaussianProcessMixup(NeighborhoodMixup):
         GaussianProcess(lengthscale=2.0, noise_variance=0.0001, max_variance=1.0)
     """
 
+    width = None
+
     def __init__(
         self,
         geometry: Geometry,
@@ -62,24 +82,25 @@ class GaussianProcessMixup(NeighborhoodMixup):
         gates: Sequence[Gate] = (),
         anchor_keys: Sequence[NestedKey] = (),
     ) -> None:
-        self._roles = as_roles(keys, value_keys)
         super().__init__(
-            alpha,
+            (*keys, *value_keys),
             generator=generator,
-            mix_keys=(*keys, *value_keys),
             terminated_key=terminated_key,
             gates=gates,
             anchor_keys=anchor_keys,
         )
+        self._roles = as_roles(keys, value_keys)
+        self.alpha = float(POSITIVE("alpha", alpha))
         self.geometry = geometry
         self.process = GaussianProcess() if process is None else process
 
-    def _mix(
-        self, rows: TensorDictBase, entries: dict[NestedKey, Tensor], weight: Tensor
-    ) -> tuple[dict[NestedKey, Tensor], Tensor]:
+    def fold(self, rows: TensorDictBase) -> TensorDictBase:
+        """Folds `[*B, 1 + m]` to `[*B]`."""
         if isinstance(self.geometry, (Sampler, SampleUnit)):
             check_measures(self, {"geometry": self.geometry})
-        roles, shape = self._roles, rows.shape
+        roles, shape, entries = self._roles, rows.shape, self.schema.entries(rows)
+        device, generator = device_of(rows), self.generator
+        weight = sample_dirichlet(self.alpha, shape, generator=generator, device=device)
         inputs = (*roles.observations, *roles.actions)
         mixed = {key: combine(entries[key], weight) for key in inputs}
         query = self.geometry.embed(anchors(rows, len(shape) - 1, mixed))
@@ -93,7 +114,7 @@ class GaussianProcessMixup(NeighborhoodMixup):
             mixed[key] = part.reshape(*shape[:-1], *entry.shape[len(shape) :]).to(entry.dtype)
         for key, following in zip(roles.observations, roles.next_observations, strict=True):
             mixed[following] = mixed[key] + mixed[following]
-        return mixed, variance <= self.process.max_variance
+        return self.mix_groups(rows, mixed, weight, variance <= self.process.max_variance)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(alpha={self.alpha}, {self.process})"

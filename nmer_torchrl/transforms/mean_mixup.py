@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import final
 
 import torch
-from tensordict import NestedKey
-from torch import Tensor
+from tensordict import NestedKey, TensorDictBase
 
 from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS
-from nmer_torchrl.transforms.base import PairFold
+from nmer_torchrl.transforms.fold import Fold
 from nmer_torchrl.transforms.gates import Gate
+from nmer_torchrl.transforms.rows import device_of
 
 
-class MeanMixup(PairFold):
+@final
+class MeanMixup(Fold):
     """Folds pairs `[*B, 2]` to their means, `(anchor + partner) / 2`.
 
     In all else it is `PairMixup`, with `w = 1 / 2` for every pair.
@@ -46,10 +48,17 @@ class MeanMixup(PairFold):
         gates: Sequence[Gate] = (),
         anchor_keys: Sequence[NestedKey] = (),
     ) -> None:
-        super().__init__(mix_keys, terminated_key, generator, gates=gates, anchor_keys=anchor_keys)
+        super().__init__(
+            mix_keys,
+            generator=generator,
+            terminated_key=terminated_key,
+            gates=gates,
+            anchor_keys=anchor_keys,
+        )
 
-    def _weights(self, shape: torch.Size, device: torch.device) -> Tensor:
-        return torch.full(shape, 0.5, device=device)
+    def fold(self, rows: TensorDictBase) -> TensorDictBase:
+        """Folds `[*B, 2]` to `[*B]`."""
+        return self.mix_pairs(rows, torch.full(rows.shape[:-1], 0.5, device=device_of(rows)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import final
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 
+from nmer_torchrl.checks import POSITIVE
 from nmer_torchrl.functional import mix, sample_beta
 from nmer_torchrl.keys import POINT_KEYS
-from nmer_torchrl.transforms.base import (
-    PAIRS,
-    Augmentation,
-    as_anchor_keys,
-    check_alpha,
-    check_single_rows,
-    holds_pairs,
-    pass_undrawn,
-    restore_rows,
-)
 from nmer_torchrl.transforms.entries import check_discrete, warn_unmixed
+from nmer_torchrl.transforms.fold import Fold
+from nmer_torchrl.transforms.rows import device_of, restore_rows
 
 
-class MixReg(Augmentation):
+@final
+class MixReg(Fold):
     """Folds pairs `[*B, 2]` to `[*B]`: mixed inputs, and the supervision of one of the two.
 
     Observation and action are `w * anchor + (1 - w) * partner` with `w ~ Beta(alpha, alpha)`.
@@ -62,8 +57,6 @@ class MixReg(Augmentation):
         True
     """
 
-    folds = True
-
     def __init__(
         self,
         alpha: float = 0.2,
@@ -72,20 +65,15 @@ class MixReg(Augmentation):
         mix_keys: Sequence[NestedKey] = POINT_KEYS,
         anchor_keys: Sequence[NestedKey] = (),
     ) -> None:
-        super().__init__(mix_keys, "mix_keys", generator)
-        self.anchor_keys = as_anchor_keys(anchor_keys, self._changed_keys)
-        self.alpha = check_alpha(alpha)
+        super().__init__(mix_keys, generator=generator, anchor_keys=anchor_keys)
+        self.alpha = float(POSITIVE("alpha", alpha))
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Folds `[*B, 2]` to `[*B]`; rows that were not drawn are returned as they are."""
-        if not holds_pairs(tensordict):
-            return pass_undrawn(self, tensordict, PAIRS)
-        self._look_at_drawn(tensordict, PAIRS)
-        shape, dims = tensordict.shape[:-1], tensordict.ndim - 1
-        pairs = {key: entry.unbind(dims) for key, entry in self._entries(tensordict).items()}
-        device = next(iter(pairs.values()))[0].device
+    def fold(self, rows: TensorDictBase) -> TensorDictBase:
+        """Folds `[*B, 2]` to `[*B]`."""
+        shape, dims, device = rows.shape[:-1], rows.ndim - 1, device_of(rows)
         weight = sample_beta(self.alpha, shape, generator=self.generator, device=device)
         member = torch.rand(shape, generator=self.generator, device=device) >= weight
+        pairs = {key: entry.unbind(dims) for key, entry in self.schema.entries(rows).items()}
         mixed = {
             key: mix(anchor, partner, weight.unsqueeze(-1))
             for key, (anchor, partner) in pairs.items()
@@ -93,20 +81,19 @@ class MixReg(Augmentation):
         finite = restore_rows(mixed, {key: anchor for key, (anchor, _) in pairs.items()}, dims)
         if finite is not None:
             weight, member = torch.where(finite, weight, 1.0), member & finite
-        flat = tensordict.reshape(-1, 2)
-        rows = flat[torch.arange(len(flat), device=device), member.reshape(-1).long()]
-        rows = rows.reshape(shape).update(mixed)
-        return rows.update(
-            {"mixup_weight": weight.unsqueeze(-1), "mixup_member": member.long().unsqueeze(-1)}
+        flat = rows.reshape(-1, 2)
+        chosen = flat[torch.arange(len(flat), device=device), member.reshape(-1).long()]
+        return chosen.reshape(shape).update(
+            {
+                **mixed,
+                "mixup_weight": weight.unsqueeze(-1),
+                "mixup_member": member.long().unsqueeze(-1),
+            }
         )
 
-    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        if tensordict is not None:
-            check_single_rows(tensordict)
-        return super()._inv_call(tensordict)
-
-    def _look(self, rows: TensorDictBase) -> bool:
-        warn_unmixed(self, rows, self._changed_keys, self.anchor_keys, outcomes=False)
+    def look(self, rows: TensorDictBase) -> bool:
+        """Checks the inputs of the first rows. Returns whether they were enough to tell."""
+        warn_unmixed(self, rows, self.mix_keys, self.anchor_keys, outcomes=False)
         return check_discrete(rows, self.anchor_keys)
 
     def __repr__(self) -> str:

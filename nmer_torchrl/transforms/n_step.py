@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -18,6 +18,7 @@ NONTERMINAL_KEY = "nonterminal"
 _ORDER = "transform=Compose(fold, FlattenRows(), MultiStepTransform(...))"
 
 
+@final
 class FlattenRows(Transform):
     """Stores rows that come as `[envs, steps]` one by one.
 

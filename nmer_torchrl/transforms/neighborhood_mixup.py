@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import final
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torch import Tensor
 
-from nmer_torchrl.functional import all_finite, combine, sample_dirichlet
+from nmer_torchrl.checks import POSITIVE
+from nmer_torchrl.functional import combine, sample_dirichlet
 from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS
-from nmer_torchrl.transforms.base import Fold, anchors, check_alpha, choose_rows, pass_undrawn
+from nmer_torchrl.transforms.fold import Fold
 from nmer_torchrl.transforms.gates import Gate
+from nmer_torchrl.transforms.rows import device_of
 
-_NEIGHBORHOODS = "neighborhoods [B, 1 + m]"
 
-
+@final
 class NeighborhoodMixup(Fold):
     """Folds neighbourhoods `[*B, 1 + m]` to `[*B]` by weights over the anchor and m neighbours.
 
@@ -49,6 +50,8 @@ class NeighborhoodMixup(Fold):
         True
     """
 
+    width = None
+
     def __init__(
         self,
         alpha: float = 0.75,
@@ -59,37 +62,23 @@ class NeighborhoodMixup(Fold):
         gates: Sequence[Gate] = (),
         anchor_keys: Sequence[NestedKey] = (),
     ) -> None:
-        super().__init__(mix_keys, terminated_key, generator, gates=gates, anchor_keys=anchor_keys)
-        self.alpha = check_alpha(alpha)
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Folds `[*B, 1 + m]` to `[*B]`; rows that were not drawn are returned as they are."""
-        if tensordict.ndim < 2:
-            return pass_undrawn(self, tensordict, _NEIGHBORHOODS)
-        self._look_at_drawn(tensordict, _NEIGHBORHOODS)
-        dims = tensordict.ndim - 1
-        kept = self._kept(tensordict, dims)
-        weight = sample_dirichlet(
-            self.alpha, tensordict.shape, generator=self.generator, device=kept.device
+        super().__init__(
+            mix_keys,
+            generator=generator,
+            terminated_key=terminated_key,
+            gates=gates,
+            anchor_keys=anchor_keys,
         )
-        kept = self._held_back(tensordict, kept)
-        entries = self._entries(tensordict)
-        mixed, usable = self._mix(tensordict, entries, weight)
-        for entry in mixed.values():
-            usable = usable & all_finite(entry, dims)
-        usable = usable & ~kept
-        choose_rows(usable, mixed, {key: entry.select(dims, 0) for key, entry in entries.items()})
-        alone = torch.zeros_like(weight)
-        alone[..., 0] = 1.0
-        weight = torch.where(usable.unsqueeze(-1), weight, alone)
-        return anchors(tensordict, dims, mixed).set("mixup_weight", weight)
+        self.alpha = float(POSITIVE("alpha", alpha))
 
-    def _mix(
-        self, rows: TensorDictBase, entries: dict[NestedKey, Tensor], weight: Tensor
-    ) -> tuple[dict[NestedKey, Tensor], Tensor]:
-        """Entries `[*B, 1 + m, ...]` to their mix, and which rows `[*B]` of it may be used."""
+    def fold(self, rows: TensorDictBase) -> TensorDictBase:
+        """Folds `[*B, 1 + m]` to `[*B]`."""
+        shape, device = rows.shape, device_of(rows)
+        weight = sample_dirichlet(self.alpha, shape, generator=self.generator, device=device)
+        entries = self.schema.entries(rows)
         mixed = {key: combine(entry, weight) for key, entry in entries.items()}
-        return mixed, torch.ones(rows.shape[:-1], dtype=torch.bool, device=weight.device)
+        usable = torch.ones(shape[:-1], dtype=torch.bool, device=device)
+        return self.mix_groups(rows, mixed, weight, usable)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(alpha={self.alpha})"

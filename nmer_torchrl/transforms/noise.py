@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import final
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -13,9 +14,11 @@ from nmer_torchrl.composition import check_measures
 from nmer_torchrl.keys import TERMINATED_KEY, as_keys, get_continuous, get_entry
 from nmer_torchrl.tracking.spread import Spread
 from nmer_torchrl.tracking.standardize import looks_every
-from nmer_torchrl.transforms.base import Augmentation, choose_rows, is_terminal, restore_rows
+from nmer_torchrl.transforms.augmentation import Augmentation
+from nmer_torchrl.transforms.rows import choose_rows, is_terminal, restore_rows
 
 
+@final
 class GaussianNoise(Augmentation):
     """Adds zero-mean Gaussian noise to each number of rows `[*B]`: `x + sigma * std * n`.
 
@@ -77,12 +80,10 @@ class GaussianNoise(Augmentation):
         # By key, least and greatest action on a device so far, and the number of calls.
         self._extremes: dict[NestedKey, tuple[Tensor, int]] = {}
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Rows `[*B]` to rows `[*B]`; a single row is returned as it is."""
-        if not tensordict.ndim:
-            return tensordict
+    def augment(self, rows: TensorDictBase) -> TensorDictBase:
+        """Returns rows `[*B]` with noise."""
         check_measures(self, {"spread": self.spread})
-        std, entries = self.spread.std, self._entries(tensordict)
+        std, entries = self.spread.std, self.schema.entries(rows)
         if not std:
             raise RuntimeError(
                 "GaussianNoise knows no spread yet, since its SpreadSampler has not been drawn "
@@ -92,10 +93,9 @@ class GaussianNoise(Augmentation):
         noisy = {key: self._add_noise(entry, std[key]) for key, entry in entries.items()}
         for key in self.action_keys:
             noisy[key] = self._bound(noisy[key], entries[key], key)
-        restore_rows(noisy, entries, tensordict.ndim)
-        ended = is_terminal(tensordict, self.terminated_key, tensordict.ndim)
-        choose_rows(~ended, noisy, entries)
-        return tensordict.copy().update(noisy)
+        restore_rows(noisy, entries, rows.ndim)
+        choose_rows(~is_terminal(rows, self.terminated_key, rows.ndim), noisy, entries)
+        return rows.copy().update(noisy)
 
     def _add_noise(self, entry: Tensor, std: Tensor) -> Tensor:
         noise = torch.randn(

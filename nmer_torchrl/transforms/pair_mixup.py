@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import final
 
 import torch
-from tensordict import NestedKey
-from torch import Tensor
+from tensordict import NestedKey, TensorDictBase
 
+from nmer_torchrl.checks import POSITIVE
 from nmer_torchrl.functional import sample_beta
 from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS
-from nmer_torchrl.transforms.base import PairFold, check_alpha
+from nmer_torchrl.transforms.fold import Fold
 from nmer_torchrl.transforms.gates import Gate
+from nmer_torchrl.transforms.rows import device_of
 
 
-class PairMixup(PairFold):
+@final
+class PairMixup(Fold):
     """Folds a `[B, 2]` batch of pairs to `[B]` by `w * anchor + (1 - w) * partner`.
 
     One `w ~ Beta(alpha, alpha)` is drawn for each pair. Where either of the two is terminal, or has
@@ -35,7 +38,7 @@ class PairMixup(PairFold):
         mix_keys: Entries to mix.
         terminated_key: The flag that keeps a pair unmixed. A time limit is not a terminal state, so
             this is not `done`.
-        gates: What else keeps pairs unmixed, such as `Fraction(0.5)` or a `DistanceCap`.
+        gates: What else keeps pairs unmixed, such as `Fraction(0.5)`.
         anchor_keys: Observations that stay the anchor's without a warning.
 
     Examples:
@@ -61,16 +64,20 @@ class PairMixup(PairFold):
         gates: Sequence[Gate] = (),
         anchor_keys: Sequence[NestedKey] = (),
     ) -> None:
-        super().__init__(mix_keys, terminated_key, generator, gates=gates, anchor_keys=anchor_keys)
-        self.alpha = check_alpha(alpha)
+        super().__init__(
+            mix_keys,
+            generator=generator,
+            terminated_key=terminated_key,
+            gates=gates,
+            anchor_keys=anchor_keys,
+        )
+        self.alpha = float(POSITIVE("alpha", alpha))
 
-    @property
-    def mix_keys(self) -> tuple[NestedKey, ...]:
-        """Entries to mix."""
-        return self._changed_keys
-
-    def _weights(self, shape: torch.Size, device: torch.device) -> Tensor:
-        return sample_beta(self.alpha, shape, generator=self.generator, device=device)
+    def fold(self, rows: TensorDictBase) -> TensorDictBase:
+        """Folds `[*B, 2]` to `[*B]`."""
+        shape, generator = rows.shape[:-1], self.generator
+        weight = sample_beta(self.alpha, shape, generator=generator, device=device_of(rows))
+        return self.mix_pairs(rows, weight)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(alpha={self.alpha})"

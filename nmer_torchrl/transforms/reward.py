@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import final
 
 import torch
-from tensordict import NestedKey
-from torch import Tensor
+from tensordict import NestedKey, TensorDictBase
 
 from nmer_torchrl.keys import TERMINATED_KEY
-from nmer_torchrl.transforms.base import PairFold
+from nmer_torchrl.transforms.fold import Fold
+from nmer_torchrl.transforms.rows import device_of
 
 
-class RewardMean(PairFold):
+@final
+class RewardMean(Fold):
     """Folds pairs `[*B, 2]` to their anchors, with the mean of the two rewards.
 
     With `NeighborPairSampler` this is replay with interpolated rewards for continuous states. The
@@ -48,10 +50,15 @@ class RewardMean(PairFold):
         reward_keys: Sequence[NestedKey] = (("next", "reward"),),
         terminated_key: NestedKey = TERMINATED_KEY,
     ) -> None:
-        super().__init__(reward_keys, terminated_key, argument="reward_keys")
+        super().__init__(reward_keys, terminated_key=terminated_key, argument="reward_keys")
 
-    def _weights(self, shape: torch.Size, device: torch.device) -> Tensor:
-        return torch.full(shape, 0.5, device=device)
+    def fold(self, rows: TensorDictBase) -> TensorDictBase:
+        """Folds `[*B, 2]` to `[*B]`."""
+        return self.mix_pairs(rows, torch.full(rows.shape[:-1], 0.5, device=device_of(rows)))
+
+    def look(self, rows: TensorDictBase) -> bool:
+        """Takes rows with any other entries, since these are not mixed."""
+        return True
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

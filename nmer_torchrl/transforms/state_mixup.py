@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import final
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 
+from nmer_torchrl.checks import POSITIVE
 from nmer_torchrl.functional import mix, sample_beta
 from nmer_torchrl.keys import as_keys, next_key
-from nmer_torchrl.transforms.base import Augmentation, check_alpha, restore_rows
+from nmer_torchrl.transforms.augmentation import Augmentation
+from nmer_torchrl.transforms.rows import device_of, restore_rows
 
 
+@final
 class StateMixup(Augmentation):
     """Moves the observation of each row `[*B]` towards its next one: `w * s + (1 - w) * s'`.
 
@@ -56,22 +60,19 @@ class StateMixup(Augmentation):
         both = (*first, *(next_key(key) for key in first))
         super().__init__(both, "observation_keys", generator)
         self.observation_keys = first
-        self.alpha = check_alpha(alpha)
+        self.alpha = float(POSITIVE("alpha", alpha))
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Rows `[*B]` to rows `[*B]`; a single row is returned as it is."""
-        if not tensordict.ndim:
-            return tensordict
-        entries = self._entries(tensordict)
-        device = entries[self.observation_keys[0]].device
-        weight = sample_beta(self.alpha, tensordict.shape, generator=self.generator, device=device)
-        weight = weight.unsqueeze(-1)
+    def augment(self, rows: TensorDictBase) -> TensorDictBase:
+        """Returns rows `[*B]` with moved observations."""
+        shape, generator = rows.shape, self.generator
+        weight = sample_beta(self.alpha, shape, generator=generator, device=device_of(rows))
+        weight, entries = weight.unsqueeze(-1), self.schema.entries(rows)
         before = {key: entries[key] for key in self.observation_keys}
         moved = {key: mix(entry, entries[next_key(key)], weight) for key, entry in before.items()}
-        finite = restore_rows(moved, before, tensordict.ndim)
+        finite = restore_rows(moved, before, rows.ndim)
         if finite is not None:
             weight = torch.where(finite.unsqueeze(-1), weight, 1.0)
-        return tensordict.copy().update(moved).set("state_weight", weight)
+        return rows.copy().update(moved).set("state_weight", weight)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(alpha={self.alpha})"

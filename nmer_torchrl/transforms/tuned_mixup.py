@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, final
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
-from nmer_torchrl.functional import all_finite
+from nmer_torchrl.checks import POSITIVE, Number
+from nmer_torchrl.functional import all_finite, sample_beta
 from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS, as_keys, get_continuous
-from nmer_torchrl.networks import descend, draw_seed, make_mlp
-from nmer_torchrl.transforms.base import PAIRS, holds_pairs, pass_undrawn
-from nmer_torchrl.transforms.pair_mixup import PairMixup
+from nmer_torchrl.networks import CarefulAdam, draw_seed, make_mlp
+from nmer_torchrl.transforms.fold import Fold
 
 _LEAST = 1e-3  # smallest alpha: weights are 0 or 1 all but always
 
 
-class TunedMixup(PairMixup):
+@final
+class TunedMixup(Fold):
     """`PairMixup` whose alpha is tuned so that mixed transitions stay near what was seen.
 
     After Lin et al., Continuous Transition (2020). A discriminator learns to predict next
@@ -73,44 +73,39 @@ class TunedMixup(PairMixup):
         generator: torch.Generator | None = None,
         anchor_keys: Sequence[NestedKey] = (),
     ) -> None:
-        if not 0 < alpha <= 1:
-            raise ValueError(
-                f"alpha={alpha!r}, but a tuned alpha starts above 0 and at most at 1 (the default)."
-            )
-        for name, value in (("tolerance", tolerance), ("lr", lr)):
-            if not value > 0:
-                raise ValueError(f"{name}={value!r}, but it is a number above 0.")
         self._inputs, self._outputs = as_keys(keys, "keys"), as_keys(value_keys, "value_keys")
         for name, given in (("keys", self._inputs), ("value_keys", self._outputs)):
             if not given:
                 raise ValueError(f"`{name}` is empty; name at least one entry.")
         super().__init__(
-            alpha,
+            (*self._inputs, *self._outputs),
             generator=generator,
-            mix_keys=(*self._inputs, *self._outputs),
             terminated_key=terminated_key,
             anchor_keys=anchor_keys,
         )
-        self.tolerance, self.lr, self.hidden = tolerance, lr, tuple(hidden)
+        self._first = float(Number(above=0, most=1)("alpha", alpha))
+        self.tolerance, self.lr = POSITIVE("tolerance", tolerance), POSITIVE("lr", lr)
+        self.hidden = tuple(hidden)
         self._learner: _Learner | None = None  # made by the first batch, which tells the widths
         self._saved: dict[str, Any] | None = None
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    @property
+    def alpha(self) -> float:
+        """The parameter of the Beta distribution now. To read it waits for the device."""
+        return self._first if self._learner is None else self._learner.alpha.item()
+
+    def fold(self, rows: TensorDictBase) -> TensorDictBase:
         """Folds `[*B, 2]` to `[*B]`, and takes one step of learning."""
-        if not holds_pairs(tensordict):
-            return pass_undrawn(self, tensordict, PAIRS)
         with self._lock, torch.enable_grad():  # prefetching threads learn in turn
-            inputs = _join(tensordict, self._inputs, "keys").flatten(0, -3)
-            outputs = _join(tensordict, self._outputs, "value_keys").flatten(0, -3)
+            inputs = _join(rows, self._inputs, "keys").flatten(0, -3)
+            outputs = _join(rows, self._outputs, "value_keys").flatten(0, -3)
             learner = self._learner_for(inputs, outputs)
-            batch = super().forward(tensordict)
+            alpha, shape, device = learner.alpha.detach(), rows.shape[:-1], inputs.device
+            weight = sample_beta(alpha, shape, generator=self.generator, device=device)
+            batch = self.mix_pairs(rows, weight)
             weight = batch["mixup_weight"].reshape(-1, 1)
             mixed = _join(batch, self._inputs, "keys").flatten(0, -2)
-            finite = all_finite(inputs, 1) & all_finite(outputs, 1)
-            if finite.any():
-                self.alpha = learner.step(
-                    inputs[finite], outputs[finite], mixed[finite], weight[finite]
-                )
+            learner.step(inputs, outputs, mixed, weight)
         return batch
 
     def _learner_for(self, inputs: Tensor, outputs: Tensor) -> _Learner:
@@ -119,14 +114,14 @@ class TunedMixup(PairMixup):
             seed = draw_seed(self.generator) if self._saved is None else 0
             widths = [inputs.shape[-1], *self.hidden, outputs.shape[-1]]
             layers = make_mlp(widths, seed).to(inputs.device)
-            self._learner = _Learner(layers, self.alpha, self.tolerance, self.lr)
+            self._learner = _Learner(layers, self._first, self.tolerance, self.lr)
             if self._saved is not None:
                 self._learner.load_state_dict(self._saved)
                 self._saved = None
         return self._learner
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The generator, alpha, the discriminator and the state of what optimizes them."""
+        """Returns the generator, alpha, the discriminator and the state of what optimizes them."""
         state: dict[str, Any] = {**super().get_extra_state(), "alpha": self.alpha}
         learned = self._saved if self._learner is None else self._learner.state_dict()
         return state if learned is None else {**state, "learner": learned}
@@ -134,14 +129,16 @@ class TunedMixup(PairMixup):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Goes on from there."""
         super().set_extra_state(state)
-        self.alpha = state.get("alpha", self.alpha)
+        self._first = state.get("alpha", self._first)
         self._learner, self._saved = None, state.get("learner")
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state["_saved"] = self._saved if self._learner is None else self._learner.state_dict()
-        state["_learner"] = None
-        return state
+        saved = self._saved if self._learner is None else self._learner.state_dict()
+        return {**state, "_first": self.alpha, "_saved": saved, "_learner": None}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(alpha={self.alpha})"
 
 
 class _Learner:
@@ -151,35 +148,39 @@ class _Learner:
         self.layers, self.tolerance = layers, tolerance
         device = next(layers.parameters()).device
         self.alpha = nn.Parameter(torch.tensor(alpha, device=device))
-        self.layers_optimizer = torch.optim.Adam(layers.parameters(), lr=lr)
-        self.alpha_optimizer = torch.optim.Adam([self.alpha], lr=lr)
+        self.layers_optimizer = CarefulAdam(layers.parameters(), lr)
+        self.alpha_optimizer = CarefulAdam([self.alpha], lr)
 
-    def step(self, inputs: Tensor, outputs: Tensor, mixed: Tensor, weight: Tensor) -> float:
-        """Pairs `[n, 2, d]`, what followed them `[n, 2, e]`, mixes `[n, d]`, weights `[n, 1]`.
+    def step(self, inputs: Tensor, outputs: Tensor, mixed: Tensor, weight: Tensor) -> None:
+        """Learns from pairs `[n, 2, d]` and what followed them `[n, 2, e]`.
 
-        Returns the new alpha.
+        Takes their mixes `[n, d]` and weights `[n, 1]`. Pairs with a non-finite entry are replaced
+        by zeros and do not count; to leave them out would wait for the device.
         """
-        loss = 2 * mse_loss(self.layers(inputs), outputs)  # the sum over the two members
-        descend(loss, self.layers_optimizer)
+        finite = all_finite(inputs, 1) & all_finite(outputs, 1)
+        pair = finite[:, None, None]
+        inputs, outputs = inputs.where(pair, 0.0), outputs.where(pair, 0.0)
+        mixed, count = mixed.where(pair[:, 0], 0.0), finite.sum().clamp_min(1) * outputs.shape[-1]
+        error = (self.layers(inputs) - outputs).square().where(pair, 0.0)
+        self.layers_optimizer.step(error.sum() / count, finite.any())  # the sum over both members
         with torch.no_grad():
             first, second = self.layers(inputs).unbind(1)
             between = torch.lerp(second, first, weight)
-            excess = (self.layers(mixed) - between).square().mean() - self.tolerance
-        descend(self.alpha.log() * excess, self.alpha_optimizer)
+            bend = (self.layers(mixed) - between).square().where(pair[:, 0], 0.0)
+            excess = bend.sum() / count - self.tolerance
+        self.alpha_optimizer.step(self.alpha.log() * excess, finite.any())
         with torch.no_grad():
-            return float(self.alpha.clamp_(_LEAST, 1.0))
+            self.alpha.clamp_(_LEAST, 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        state = {
-            "layers": self.layers.state_dict(),
-            "alpha": self.alpha.detach(),
+        return {
+            "layers": deepcopy(self.layers.state_dict()),
+            "alpha": self.alpha.detach().clone(),
             "layers_optimizer": self.layers_optimizer.state_dict(),
             "alpha_optimizer": self.alpha_optimizer.state_dict(),
         }
-        return deepcopy(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        state = deepcopy(state)  # optimizers would go on with its very tensors
         self.layers.load_state_dict(state["layers"])
         with torch.no_grad():
             self.alpha.copy_(state["alpha"])

@@ -1,0 +1,59 @@
+"""What transforms of single rows share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torchrl.envs.transforms import Transform
+
+from nmer_torchrl.generators import generator_state, load_generator_state
+from nmer_torchrl.transforms.schema import RowSchema
+
+
+class Augmentation(Transform, ABC):
+    """Changes some continuous entries of rows `[*B]` at random. A subclass implements `augment`.
+
+    All randomness comes from its generator, whose state is part of its own. Rows are checked before
+    anything of them is stored.
+
+    Args:
+        keys: The entries.
+        argument: The name under which the user gave them.
+        generator: Source of all randomness; `None` uses torch's global one.
+    """
+
+    folds = False
+
+    def __init__(
+        self, keys: Sequence[NestedKey], argument: str, generator: torch.Generator | None
+    ) -> None:
+        super().__init__(in_keys=[], out_keys=[])
+        self.schema = RowSchema(keys, argument)
+        self.generator = generator
+
+    @abstractmethod
+    def augment(self, rows: TensorDictBase) -> TensorDictBase:
+        """Returns changed rows `[*B]` of rows `[*B]`, which are left as they are."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Returns changed rows `[*B]`; a single row is returned as it is."""
+        return self.augment(tensordict) if tensordict.ndim else tensordict
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        """Checks what is about to be stored; `None` where an n-step transform waits for more."""
+        if tensordict is not None:
+            self.schema.check(self, tensordict)
+        return tensordict
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Returns what rows look like, and the state of the generator."""
+        return {**self.schema.state_dict(), **generator_state(self.generator)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self.schema.load_state_dict(state)
+        load_generator_state(self.generator, state)

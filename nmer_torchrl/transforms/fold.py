@@ -1,0 +1,201 @@
+"""What folds share."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+from torchrl.envs.transforms import Transform
+
+from nmer_torchrl.composition import check_drawn, check_measures, check_paired
+from nmer_torchrl.functional import all_finite, mix
+from nmer_torchrl.generators import generator_state, load_generator_state
+from nmer_torchrl.keys import as_keys, get_entry
+from nmer_torchrl.transforms.entries import (
+    as_anchor_keys,
+    check_discrete,
+    check_single_rows,
+    warn_unmixed,
+)
+from nmer_torchrl.transforms.gates import Gate, Same, as_gates, sampler_of
+from nmer_torchrl.transforms.n_step import check_n_step
+from nmer_torchrl.transforms.rows import anchors, choose_rows, kept_anchors, restore_rows
+from nmer_torchrl.transforms.schema import RowSchema
+
+
+class Fold(Transform, ABC):
+    """Folds an anchor and its partners, `[*B, 1 + m]`, to one row, `[*B]`.
+
+    A subclass implements `fold`, in which `mix_pairs` or `mix_groups` do most of the work. Where a
+    row is terminal, or a gate says so, the anchor is kept as it is. Entries that are not mixed are
+    the anchor's. Rows are checked before anything of them is stored.
+
+    Args:
+        mix_keys: Entries to mix.
+
+    Keyword Args:
+        generator: Source of all randomness; `None` uses torch's global one.
+        terminated_key: The flag that keeps an anchor as it is; `None` for no such rule.
+        gates: What else keeps anchors as they are.
+        anchor_keys: Observations that stay the anchor's without a warning.
+        argument: The name under which the user gave `mix_keys`.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> class NearAnchor(Fold):
+        ...     def fold(self, rows):
+        ...         weight = 0.9 + 0.1 * torch.rand(rows.shape[:-1], generator=self.generator)
+        ...         return self.mix_pairs(rows, weight)
+        >>> x, end = torch.tensor([[[0.0], [1.0]]]), torch.zeros(1, 2, dtype=torch.bool)
+        >>> batch = NearAnchor(["x"], terminated_key="end")(
+        ...     TensorDict(x=x, end=end, batch_size=[1, 2])
+        ... )
+        >>> batch.batch_size, bool(batch["x"] <= 0.1)
+        (torch.Size([1]), True)
+    """
+
+    folds = True
+    width: int | None = 2  # rows that become one: a pair; None for any number
+
+    def __init__(
+        self,
+        mix_keys: Sequence[NestedKey],
+        *,
+        generator: torch.Generator | None = None,
+        terminated_key: NestedKey | None = None,
+        gates: Sequence[Gate] = (),
+        anchor_keys: Sequence[NestedKey] = (),
+        argument: str = "mix_keys",
+    ) -> None:
+        super().__init__(in_keys=[], out_keys=[])
+        self.schema = RowSchema(mix_keys, argument)
+        self.generator = generator
+        self.terminated_key = (
+            None if terminated_key is None else as_keys([terminated_key], "terminated_key")[0]
+        )
+        self.gates = as_gates(gates)
+        self.anchor_keys = as_anchor_keys(anchor_keys, self.mix_keys)
+        self._lock = threading.RLock()  # gates count and learn, and prefetching threads share them
+        self._drawn = False  # whether the first batch was found to hold rows that belong together
+
+    @abstractmethod
+    def fold(self, rows: TensorDictBase) -> TensorDictBase:
+        """Returns one row `[*B]` of the anchor and its partners `[*B, 1 + m]`."""
+
+    @property
+    def mix_keys(self) -> tuple[NestedKey, ...]:
+        """Entries to mix."""
+        return self.schema.keys
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Folds `[*B, 1 + m]` to `[*B]`; rows that were not drawn are returned as they are."""
+        takes = "neighborhoods [B, 1 + m]" if self.width is None else "pairs [B, 2]"
+        if tensordict.ndim < 2 or self.width not in (None, tensordict.shape[-1]):
+            check_drawn(self, tensordict, takes)
+            return tensordict
+        if not self._drawn:
+            self._drawn = check_paired(self, tensordict, takes)
+        if not self.schema.looked:  # rows that were stored without passing this transform
+            self.look(tensordict)
+            self.schema.looked = True
+        return self.fold(tensordict)
+
+    def kept(self, rows: TensorDictBase) -> Tensor:
+        """Returns boolean `[*B]` of rows `[*B, 1 + m]`: whether the anchor is kept as it is.
+
+        Gates may draw random numbers, so draw weights first: a gate then changes no weight.
+        """
+        assert self.terminated_key is not None
+        kept = kept_anchors(rows, self.terminated_key, rows.ndim - 1)
+        if self.gates:
+            check_measures(self, {type(g).__name__: s for g in self.gates if (s := sampler_of(g))})
+            with self._lock:
+                for gate in self.gates:
+                    kept = kept | ~gate(rows, self.generator)
+        return kept
+
+    def mix_pairs(self, rows: TensorDictBase, weight: Tensor) -> TensorDictBase:
+        """Folds pairs `[*B, 2]` by `w * anchor + (1 - w) * partner`.
+
+        The weights `[*B]`, changed to 1 where the anchor is kept, are written to `"mixup_weight"`,
+        `[*B, 1]`. That is also where a mix is not finite.
+        """
+        dims = rows.ndim - 1
+        weight = weight.masked_fill_(self.kept(rows), 1.0).unsqueeze(-1)
+        pairs = {key: entry.unbind(dims) for key, entry in self.schema.entries(rows).items()}
+        mixed = {key: mix(anchor, partner, weight) for key, (anchor, partner) in pairs.items()}
+        finite = restore_rows(mixed, {key: anchor for key, (anchor, _) in pairs.items()}, dims)
+        if finite is not None:
+            weight = torch.where(finite.unsqueeze(-1), weight, 1.0)
+        return anchors(rows, dims, mixed).set("mixup_weight", weight)
+
+    def mix_groups(
+        self, rows: TensorDictBase, mixed: dict[NestedKey, Tensor], weight: Tensor, usable: Tensor
+    ) -> TensorDictBase:
+        """Folds groups `[*B, 1 + m]` to the given mix where it is usable, finite and not kept.
+
+        The weights `[*B, 1 + m]`, changed to 1 and 0 where the anchor is kept, are written to
+        `"mixup_weight"`.
+        """
+        dims = rows.ndim - 1
+        usable = usable & ~self.kept(rows)
+        for entry in mixed.values():
+            usable = usable & all_finite(entry, dims)
+        entries = self.schema.entries(rows)
+        choose_rows(usable, mixed, {key: entry.select(dims, 0) for key, entry in entries.items()})
+        alone = torch.zeros_like(weight)
+        alone[..., 0] = 1.0
+        weight = torch.where(usable.unsqueeze(-1), weight, alone)
+        return anchors(rows, dims, mixed).set("mixup_weight", weight)
+
+    def look(self, rows: TensorDictBase) -> bool:
+        """Checks the entries of the first rows. Returns whether they were enough to tell."""
+        agreed = {key for gate in self.gates if isinstance(gate, Same) for key in gate.keys}
+        kept = agreed | set(self.anchor_keys)
+        told = check_discrete(rows, kept)
+        warn_unmixed(self, rows, self.mix_keys, kept, outcomes=True)
+        return told
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        """Checks what is about to be stored; `None` where an n-step transform waits for more."""
+        if self.terminated_key is not None:
+            check_n_step(self, self.terminated_key, tensordict)
+        if tensordict is not None:
+            check_single_rows(tensordict)
+            if self.terminated_key is not None:
+                get_entry(tensordict, self.terminated_key)
+            self.schema.check(self, tensordict, self.look)
+        return tensordict
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Returns what rows look like, and the state of the generator and of the gates."""
+        gates = {
+            str(number): gate.state_dict()
+            for number, gate in enumerate(self.gates)
+            if hasattr(gate, "state_dict")
+        }
+        state = {**self.schema.state_dict(), **generator_state(self.generator)}
+        return {**state, "gates": gates} if gates else state
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self.schema.load_state_dict(state)
+        load_generator_state(self.generator, state)
+        for number, saved in state.get("gates", {}).items():
+            gate = self.gates[int(number)] if int(number) < len(self.gates) else None
+            load = getattr(gate, "load_state_dict", None)
+            if load is not None:
+                load(saved)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lock = threading.RLock()

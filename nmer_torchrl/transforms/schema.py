@@ -1,0 +1,149 @@
+"""What the rows of a buffer look like, and the check of new rows against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+from torchrl.data.replay_buffers import ReplayBufferEnsemble, TensorStorage
+from torchrl.envs.transforms import Transform
+
+from nmer_torchrl import _compat
+from nmer_torchrl.keys import as_keys, get_continuous, get_entry
+from nmer_torchrl.transforms.n_step import TimeOrder, check_time_order
+
+_WRITTEN = ("index", "td_error")  # by a buffer or a loss into rows that were stored before
+_LAYOUT = ("_shapes", "_dtypes", "_needed", "_dims")  # of rows; never changed in place
+
+
+class RowSchema:
+    """Shape and dtype of each entry of a row, taken from the storage or from the first rows.
+
+    Each transform of this package holds one and asks it before rows are stored.
+
+    Args:
+        keys: Entries that must be there and continuous.
+        argument: The name under which the user gave them.
+    """
+
+    def __init__(self, keys: Sequence[NestedKey] = (), argument: str = "") -> None:
+        self.keys = as_keys(keys, argument)
+        if argument and not self.keys:
+            raise ValueError(f"`{argument}` is empty; name at least one entry.")
+        self.argument = argument
+        self.looked = False  # whether the first rows have been looked at
+        self._forget()
+
+    def _forget(self) -> None:
+        self._shapes: dict[NestedKey, torch.Size] = {}  # of entries of the rows seen so far
+        self._dtypes: dict[NestedKey, torch.dtype] = {}
+        self._needed: list[NestedKey] = []  # entries of the first rows
+        self._dims = 0  # of the batch that they came in, 0 if there was none
+        # Shapes and dtypes of rows let through before.
+        self._last: tuple[dict[NestedKey, torch.Size], dict[NestedKey, torch.dtype]] | None = None
+        self._revision: int | None = None  # of the storage, before the first rows were written
+        self._order = TimeOrder()
+
+    def entries(self, rows: TensorDictBase) -> dict[NestedKey, Tensor]:
+        """Returns the entries under `keys`; raises if one is missing or not continuous."""
+        return {key: get_continuous(rows, key, self.argument) for key in self.keys}
+
+    def check(
+        self,
+        transform: Transform,
+        rows: TensorDictBase,
+        look: Callable[[TensorDictBase], bool] = lambda rows: True,
+    ) -> None:
+        """Raises if rows that are about to be stored do not fit those before.
+
+        Args:
+            transform: The transform that asks.
+            rows: The rows.
+            look: Checks the first rows. Returns whether they were enough to tell.
+        """
+        self.entries(rows)
+        check_time_order(transform, self._order, rows)
+        entries = {k: v for k, v in rows.items(True, True) if isinstance(v, Tensor)}
+        shapes = {key: entry.shape[rows.ndim :] for key, entry in entries.items()}
+        dtypes = {key: entry.dtype for key, entry in entries.items()}
+        dims = max(rows.ndim, 1)
+        if (shapes, dtypes) == self._last and dims <= self._dims:
+            return
+        self._consult_storage(transform)
+        if 0 < self._dims < dims:
+            raise ValueError(
+                f"The rows come in a batch of shape {tuple(rows.shape)}, but those before in "
+                f"one of {self._dims} dimension(s); extend the buffer with `data.reshape(-1)`."
+            )
+        for key in shapes:
+            if shapes[key] != self._shapes.get(key, shapes[key]):
+                raise ValueError(
+                    f"The entry {key!r} has shape {tuple(shapes[key])} in each row, but the rows "
+                    f"stored before have {tuple(self._shapes[key])}; use another buffer for these "
+                    "rows."
+                )
+            if dtypes[key] != self._dtypes.get(key, dtypes[key]):
+                raise ValueError(
+                    f"The entry {key!r} is {dtypes[key]}, but in the rows stored before it is "
+                    f"{self._dtypes[key]}; convert it first."
+                )
+        for key in self._needed:
+            get_entry(rows, key)
+        _check_writer()
+        self.looked = self.looked or look(rows)
+        self._needed = self._needed or [key for key in entries if key not in _WRITTEN]
+        self._shapes, self._dtypes = self._shapes | shapes, self._dtypes | dtypes
+        self._dims = self._dims or dims
+        self._last = shapes, dtypes
+
+    def _consult_storage(self, transform: Transform) -> None:
+        """Takes what a row looks like from the storage of the buffer that writes.
+
+        What was learned from rows that were refused later on, and so never stored, is forgotten.
+        """
+        buffer = _compat.buffer_at_work("extend", "add", "__setitem__")
+        if buffer is None or isinstance(buffer, ReplayBufferEnsemble):
+            return
+        storage = buffer.storage
+        revision = _compat.revision(storage)
+        if self._revision == revision:
+            self._forget()
+        self._revision = None if self._shapes else revision
+        data = _compat.entries(storage) if isinstance(storage, TensorStorage) else None
+        if self._shapes or data is None or not len(storage) or not _compat.writes_last(transform):
+            return
+        stored = {k: v for k, v in data.items(True, True) if isinstance(v, Tensor)}
+        self._shapes = {key: entry.shape[data.ndim :] for key, entry in stored.items()}
+        self._dtypes = {key: entry.dtype for key, entry in stored.items()}
+        self._needed = [key for key in stored if key not in _WRITTEN]
+        self._dims = data.ndim
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what rows look like, so that a restored buffer refuses the same."""
+        return {name: getattr(self, name) for name in _LAYOUT}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self._forget()
+        for name in _LAYOUT:
+            setattr(self, name, state.get(name, getattr(self, name)))
+
+
+def _check_writer() -> None:
+    """Raises if the buffer that writes would count rows that were never written.
+
+    A new writer starts at position 0 even if its storage already holds rows, and TorchRL then adds
+    the new rows to the storage's length.
+    """
+    buffer = _compat.buffer_at_work("extend", "add")
+    if buffer is not None and not _compat.writes_in_place(buffer):
+        raise ValueError(
+            f"The storage holds {len(buffer.storage)} rows, some of which this buffer has not "
+            "written: its next row would go to another position than the one after them, and "
+            "TorchRL would count rows that were never written. Write through one buffer only; to "
+            "go on after stored rows, make it by make_replay_buffer(..., storage=storage) once "
+            "they are there."
+        )
