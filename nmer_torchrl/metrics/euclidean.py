@@ -23,7 +23,7 @@ from nmer_torchrl.neighbors import (
     make_search,
 )
 from nmer_torchrl.neighbors.exact import squared_norms
-from nmer_torchrl.tracking.standardize import DOUBT, RunningStandardizer, looks_every
+from nmer_torchrl.tracking.standardize import RunningStandardizer
 
 
 class Euclidean(Metric):
@@ -187,7 +187,6 @@ class ScaledSpace(Space):
         self.statistics = RunningStandardizer(d, device)
         self.table = search.table or PointTable()
         self._factors = None if factors is None else factors.to(device)
-        self._unchecked = 0  # writes over other points since rounding was last looked at
         self._scaled: tuple[Tensor, Tensor] | None = None  # the statistics' scale, and ours
 
     def replace(self, index: Tensor, points: Tensor, removed: Tensor) -> None:
@@ -196,15 +195,7 @@ class ScaledSpace(Space):
         if self.search.table is not self.table:
             self.table.write(index, points)
         self.search.write(index, points)
-        if len(removed):
-            self._unchecked += 1
-            if self._unchecked >= looks_every(points.device) and self._look():
-                self.statistics.recompute(self.table.present())
-
-    def _look(self) -> bool:
-        """Whether too much rounding has gathered in the statistics; waits for the device."""
-        self._unchecked = 0
-        return self.statistics.doubt > DOUBT
+        self.statistics.settle(self.table.present)
 
     @property
     def scale(self) -> Tensor:

@@ -15,7 +15,7 @@ from nmer_torchrl.metrics.base import Metric, Space
 from nmer_torchrl.neighbors import NeighborSearch, PointTable, Search, SearchName, make_search
 from nmer_torchrl.neighbors.exact import BLOCK, nearest, relative_error
 from nmer_torchrl.tracking.covariance import RunningCovariance
-from nmer_torchrl.tracking.standardize import DOUBT
+from nmer_torchrl.tracking.standardize import settle
 
 _DRIFT = 0.05  # of the whitening, as a logarithm of distances, after which it is renewed
 _WIDER = 8  # times as many candidates, where those asked for first prove too little
@@ -148,10 +148,9 @@ class WhitenedSpace(Space):
     def _write(self, index: Tensor, points: Tensor) -> None:
         assert self._frozen is not None
         mapped = self._frozen.embed(points)
-        there = mapped.isfinite().all(-1)
-        if there.any():
-            rounding = torch.finfo(points.dtype).eps
-            self._error = max(self._error, rounding * float(mapped[there].norm(dim=-1).max()))
+        if len(mapped):
+            largest = float(mapped.norm(dim=-1).nan_to_num(0.0, 0.0).max())
+            self._error = max(self._error, torch.finfo(points.dtype).eps * largest)
         self.search.write(index, mapped.to(points.dtype))
 
     def _freeze(self, whitening: Whitening) -> None:
@@ -165,8 +164,7 @@ class WhitenedSpace(Space):
     def view(self) -> Whitening:
         """See `Space.view`."""
         if self._current is None:
-            if self.statistics.doubt > DOUBT:
-                self.statistics.recompute(self.table.present())
+            settle(self.statistics, self.table.present)
             self._current = Whitening.of(self.statistics, self._shrinkage)
         return self._current
 

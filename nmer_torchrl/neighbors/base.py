@@ -165,6 +165,7 @@ class PointTable:
         """Forgets all points."""
         self.points = torch.empty(0, 0)
         self.valid = torch.empty(0, dtype=torch.bool)
+        self.count: int | Tensor = 0  # points that are there
         self.size = 0  # positions 0 .. size - 1 have been written at some time
         self.holes = False  # whether some of these may be empty
 
@@ -182,16 +183,18 @@ class PointTable:
                 f"{self.points.shape[1]}; call `clear()` first to change the width."
             )
         before, size = self.size, int(index.max()) + 1
-        self._reserve(size)
+        if size > before:
+            self._grow(size)
         rows, finite = as_rows(index, points.device), finite_rows(points)
         if not self.holes:
             skipped = size > before and size - before > int((index >= before).sum())
             # On a device, to look whether all are finite would be to wait for it.
             self.holes = skipped or points.device.type != "cpu" or not bool(finite.all())
         self.points[rows] = points.where(finite.unsqueeze(-1), 0.0) if self.holes else points
+        self.count = self.count + (finite.sum() - self.valid[rows].sum())
         self.valid[rows] = finite
 
-    def _reserve(self, size: int) -> None:
+    def _grow(self, size: int) -> None:
         if size > len(self.points):
             # By little at a time: what is kept for each point is many times the cost of copying it.
             grown = max(size, len(self.points) + len(self.points) // 12, 1024)
@@ -200,9 +203,8 @@ class PointTable:
             valid = self.valid.new_zeros(grown)
             valid[: self.size] = self.valid[: self.size]
             self.points, self.valid = points, valid
-        if size > self.size:
-            self.points[self.size : size] = 0.0
-            self.size = size
+        self.points[self.size : size] = 0.0
+        self.size = size
 
     def read(self, index: Tensor) -> Tensor:
         """Points `[m, d]` at those of the ascending positions `[n]` that were ever written.

@@ -13,7 +13,6 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from nmer_torchrl.checks import is_integer
-from nmer_torchrl.functional import finite_rows
 from nmer_torchrl.keys import join_entries
 from nmer_torchrl.metrics import Euclidean, Metric, Space, View
 from nmer_torchrl.neighbors import NeighborSearch, Search, SearchName, check_search
@@ -150,10 +149,8 @@ class Neighborhood:
 
     def synchronize(self, storage: Storage) -> None:
         """Takes up whatever has changed in the storage."""
-        if not self.rows.follows(storage):
-            saved = self._saved
+        if self.rows.follows_another(storage):
             self.clear()
-            self._saved = saved
         changed = False
         for index, points in self.rows.changes(storage):
             self._take(index, points, storage)
@@ -170,7 +167,6 @@ class Neighborhood:
         if self.space is None:
             self.space = self._open(points, storage)
             self.space.search.clear()  # an object may have served before
-            self._usable = torch.zeros((), dtype=torch.int64, device=points.device)
             if not isinstance(self._chosen, str):
                 _SERVES[id(self._chosen)] = self
         before = self.space.table.read(index)
@@ -182,15 +178,14 @@ class Neighborhood:
             index = index[changed.cpu()]
         if len(index):
             self.space.replace(index, points, before)
-            self._usable += finite_rows(points).sum() - finite_rows(before).sum()
             self._at_least -= len(before)  # if all of these were usable, and no new one is
 
     def _look(self) -> None:
         """Counts the usable rows, which waits for the device, and warns of others."""
-        self._unlooked, self._at_least = 0, int(self._usable)
+        assert self.space is not None
+        self._unlooked, self._at_least = 0, int(self.space.table.count)
         if self._warned or self._at_least >= self.rows.length:
             return
-        assert self.space is not None
         self._warned = True
         unusable = ~self.space.table.valid[: self.rows.length]
         warnings.warn(
