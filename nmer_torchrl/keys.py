@@ -114,16 +114,14 @@ def read_points(
     """Rows `[n]` of the data as points `[n, d]`: their entries under `keys`, flattened and joined.
 
     A row with a non-finite entry under `keys` or `value_keys` becomes a row of NaN. Points are
-    float32, or float64 where a key is.
+    float32, or float64 where a key is. All entries are continuous ones.
     """
-    rows = [get_continuous(data, key, "keys")[index] for key in keys]
+    rows = [data.get(key)[index] for key in (*keys, *value_keys)]
     parts = [row.reshape(len(row), -1) for row in rows]
-    finite = torch.stack([all_finite(part, 1) for part in parts]).all(0)
-    for key in value_keys:
-        finite &= all_finite(get_continuous(data, key, "value_keys")[index], 1)
-    wide = any(part.dtype == torch.float64 for part in parts)
-    points = torch.cat([part.to(torch.float64 if wide else torch.float32) for part in parts], 1)
-    return points.masked_fill_(~finite.unsqueeze(1), torch.nan)
+    points = torch.cat(parts[: len(keys)], 1)
+    points = points if points.dtype == torch.float64 else points.float()
+    finite = all_finite(torch.cat([points, *parts[len(keys) :]], 1) if value_keys else points, 1)
+    return points.masked_fill(~finite.unsqueeze(1), torch.nan)
 
 
 def read_features(
@@ -137,7 +135,7 @@ def read_features(
     A row that is NaN in `points`, which come from `read_points`, is NaN here as well.
     """
     features = _call_feature(feature, data[index])
-    return features.masked_fill(points.isnan().any(-1, keepdim=True), torch.nan)
+    return features.masked_fill(points[:, :1].isnan(), torch.nan)
 
 
 def join_entries(

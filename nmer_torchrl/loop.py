@@ -89,7 +89,7 @@ def learns(buffer: TensorDictReplayBuffer) -> bool:
 def _methods(buffer: TensorDictReplayBuffer, *names: str) -> Iterator[Any]:
     """Yields the first of these methods that the sampler has, and that the sample unit has."""
     for part in (buffer.sampler, _compat.unit_of(buffer)):
-        found = (getattr(part, name, None) for name in names)
-        method = next((method for method in found if method is not None), None)
-        if method is not None:
-            yield method
+        for name in names:
+            if hasattr(part, name):
+                yield getattr(part, name)
+                break

@@ -287,19 +287,26 @@ def test_distances_of_a_batch_are_those_of_the_equation(metric):
     found = buffer.sampler.distances(rows[index])
     expected = everything[index[:, 0], index[:, 1]].unsqueeze(1)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
-    if metric != "product":
+    if not buffer.sampler.metric.embeds:
+        with pytest.raises(ValueError, match="use Euclidean or Mahalanobis"):
+            buffer.sampler.embed(rows)
+    else:
         points = buffer.sampler.embed(rows[index])
         assert points.shape[:2] == (20, 2)
         apart = (points[:, 0] - points[:, 1]).norm(dim=-1, keepdim=True)
         torch.testing.assert_close(apart, expected, rtol=1e-6, atol=1e-9)
 
 
-def test_a_product_has_no_points():
-    buffer = make_buffer(ProductNorm())
-    buffer.extend(correlated(20))
-    buffer.sample()
-    with pytest.raises(ValueError, match="use Euclidean or Mahalanobis"):
-        buffer.sampler.embed(buffer.storage[:])
+@pytest.mark.parametrize("metric", METRICS)
+def test_a_metric_by_keys_does_not_measure_features(metric):
+    made = METRICS[metric][0]()
+    if made.by_key:
+        with pytest.raises(ValueError, match="features do not have"):
+            FeatureSpace(encode, made)
+    else:
+        assert FeatureSpace(encode, made).metric is made
+    assert made.by_key == (metric not in ("euclidean", "mahalanobis", "shrunk"))
+    assert made.embeds == (metric != "product")
 
 
 def test_distances_before_anything_was_drawn_are_refused():
@@ -482,9 +489,6 @@ def test_what_is_no_metric_is_refused():
             NeighborPairSampler(metric=bad)
     with pytest.raises(TypeError, match="not callable"):
         FeatureSpace(3)
-    for metric in (ProductNorm(), Euclidean(weights=WEIGHTS), FeatureSpace(encode)):
-        with pytest.raises(ValueError, match="features do not have"):
-            FeatureSpace(encode, metric)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One suite that holds every search to the text of `NeighborSearch`."""
+"""One suite that holds every search to the text of `NeighborSearch` and to what it declares."""
 
 import copy
 import fcntl
@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from soak import soak
 
+from nmer_torchrl.metrics import ProductNorm
 from nmer_torchrl.neighbors import (
     DeviceSearch,
     FaissSearch,
@@ -26,6 +27,7 @@ from nmer_torchrl.neighbors import (
     NeighborSearch,
     PointTable,
     TorchSearch,
+    as_search,
     check_search,
     keops,
     make_search,
@@ -42,14 +44,15 @@ SEARCHES = [
     pytest.param(KeOpsSearch, id="keops", marks=pytest.mark.xdist_group("keops")),
 ]
 every_search = pytest.mark.parametrize("make", SEARCHES)
-# Those that promise every single answer; the others are held to the order of float32 distances.
-EXACT = [search for search in SEARCHES if search.id != "graph"]
 STREAM = Path(__file__).parent / "data" / "halfcheetah.npz"
 
 
 def digits(make) -> float:
-    """Share of a distance by which an answer may be farther than the definition's."""
-    return 1e-5 if make is NeighborGraph else 1e-9
+    """Share of a distance by which an answer may be farther than the definition's.
+
+    A search that is not exact is held to the order of float32 distances.
+    """
+    return 1e-9 if make().exact else 1e-5
 
 
 def filled(make, points: torch.Tensor):
@@ -61,6 +64,81 @@ def filled(make, points: torch.Tensor):
 @every_search
 def test_satisfies_the_protocol(make):
     assert isinstance(make(), NeighborSearch)
+    assert as_search(search := make()) is search  # it declares what it can do
+
+
+def test_only_the_graph_by_default_is_not_exact():
+    assert [case.id for case in SEARCHES if not case.values[0]().exact] == ["graph"]
+
+
+@every_search
+def test_a_product_of_norms_is_served_or_refused(make):
+    search, points = make(), torch.randn(200, 5)
+    if not search.products:
+        with pytest.raises(ValueError, match="does not serve ProductNorm"):
+            ProductNorm().check(search, ("observation", "action"))
+        return
+    ProductNorm().check(search, ("observation", "action"))
+    search.write(torch.arange(200), points)
+    scale = torch.tensor([[1.0, 2.0, 0.5, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0, 3.0]]).double()
+    norms = ((points.double().unsqueeze(1) - points).unsqueeze(-2) * scale).norm(dim=-1)
+    expected = norms.prod(-1).fill_diagonal_(torch.inf)
+    found = search.query(torch.arange(200), 10, scale)
+    best = expected.sort(1).values[:, :10]
+    torch.testing.assert_close(expected.gather(1, found), best, rtol=1e-5, atol=0)
+
+
+@every_search
+def test_what_fills_its_answers_pads_only_where_others_are_missing(make):
+    search, points = make(), torch.randn(40, 5)
+    assert search.fills
+    points[::4] = torch.nan  # 30 are there
+    search.write(torch.arange(40), points)
+    for k in (1, 10):
+        found = search.query(torch.arange(40), k, torch.ones(5, dtype=torch.float64))
+        assert ((found >= 0).all(1) == points.isfinite().all(1)).all()
+
+
+@every_search
+def test_a_table_holds_the_points_as_they_were_written(make):
+    search, points = make(), torch.randn(40, 5)
+    points[3] = torch.nan
+    search.write(torch.arange(40), points)
+    if search.table is not None:
+        torch.testing.assert_close(search.table.present(), points, rtol=0, atol=0, equal_nan=True)
+
+
+@every_search
+def test_a_saved_state_is_taken_up_or_ignored(make):
+    points, scale, index = torch.randn(300, 5), torch.ones(5).double(), torch.arange(300)
+    search, other = filled(make, points), filled(make, points)
+    expected = search.query(index, 10, scale)
+    for state in (search.state_dict(), {}, filled(NeighborGraph, torch.randn(9, 3)).state_dict()):
+        other.load_state_dict(state)
+        assert_neighbors(points, index, other.query(index, 10, scale), scale, rtol=digits(make))
+    assert_neighbors(points, index, expected, scale, rtol=digits(make))
+
+
+def test_an_object_with_three_methods_has_the_defaults():
+    class Three:
+        def write(self, index, points):
+            self.written = index, points
+
+        def query(self, index, k, scale):
+            return index.new_zeros(len(index), k)
+
+        def clear(self):
+            self.written = None
+
+    search = as_search(given := Three())
+    assert (search.products, search.exact, search.fills, search.table) == (False, True, False, None)
+    assert search.state_dict() == {}
+    search.load_state_dict({"lists": 3})
+    search.write(torch.arange(2), torch.ones(2, 1))
+    assert given.written[0].tolist() == [0, 1]
+    assert search.query(torch.arange(2), 3, torch.ones(1)).shape == (2, 3)
+    search.clear()
+    assert given.written is None
 
 
 @every_search
@@ -75,7 +153,7 @@ def test_equals_the_definition(make, n, d):
     assert_neighbors(points, index, neighbors, scale, rtol=digits(make))
 
 
-@pytest.mark.parametrize("make", EXACT)
+@pytest.mark.parametrize("make", [case for case in SEARCHES if case.id != "graph"])
 def test_every_answer_along_a_training_stream_is_that_of_the_definition(make):
     points = torch.from_numpy(np.load(STREAM)["points"])[:2_000]
     search, stats, capacity = make(), RunningStandardizer(points.shape[1]), 800

@@ -9,7 +9,6 @@ from nmer_torchrl.gaussian_process import GaussianProcess
 from nmer_torchrl.methods.base import option
 from nmer_torchrl.methods.groups import Folding, Near
 from nmer_torchrl.methods.options import make_metric
-from nmer_torchrl.metrics import ProductNorm
 from nmer_torchrl.samplers import NeighborhoodSampler
 from nmer_torchrl.transforms import GaussianProcessMixup
 
@@ -47,10 +46,10 @@ class GP(Near[NeighborhoodSampler], Folding[NeighborhoodSampler]):
     def __post_init__(self) -> None:
         """Refuses a metric without a Euclidean space."""
         super().__post_init__()
-        if isinstance(make_metric(self.metric), ProductNorm):
+        if not make_metric(self.metric).embeds:
             raise ValueError(
-                "The regression of 'gp' needs a Euclidean space, and metric='product' has none; "
-                "use 'euclidean' or 'mahalanobis'."
+                f"The regression of 'gp' needs a Euclidean space, but metric={self.metric!r} has "
+                "none; use 'euclidean' or 'mahalanobis'."
             )
 
     def make_sampler(self, capacity: int) -> NeighborhoodSampler:

@@ -1,4 +1,4 @@
-"""What a metric is to a sampler."""
+"""The whole contract of a metric: what it is, and the space that it opens for a pairing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from nmer_torchrl.neighbors import NeighborSearch, PointTable, SearchName
+from nmer_torchrl.neighbors import NeighborSearch, PointTable, Search, SearchName
 
 
 class View(Protocol):
@@ -35,8 +35,8 @@ class View(Protocol):
         ...
 
 
-class Space(Protocol):
-    """The points stored now and the statistics of a metric over them, with a search.
+class Space(ABC):
+    """Holds the points stored now, the statistics of a metric over them, and a search.
 
     Examples:
         >>> from nmer_torchrl.metrics import Euclidean
@@ -48,36 +48,36 @@ class Space(Protocol):
                 [1, 0]])
     """
 
-    search: NeighborSearch
+    search: Search
     table: PointTable  # the points as they were read
 
+    @abstractmethod
     def replace(self, index: Tensor, points: Tensor, removed: Tensor) -> None:
         """The points `[n, d]` now stand at the positions `[n]`; the `[m, d]` removed are gone.
 
         As in `NeighborSearch.write`, a point with a non-finite entry empties its position. Among
         the removed, such a point stands for a position that was empty.
         """
-        ...
 
+    @abstractmethod
     def query(self, index: Tensor, k: int) -> Tensor:
         """Positions `[q]` to those `[q, k]` of their nearest others, as `NeighborSearch.query`."""
-        ...
 
+    @abstractmethod
     def view(self) -> View:
         """Distances as they are now."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What does not follow from the points that are stored."""
-        ...
+        """Returns what does not follow from the points: what the search keeps, by default."""
+        return self.search.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what was saved, the points being there."""
-        ...
+        """Takes up a saved state, the points being there; ignores one that does not fit."""
+        self.search.load_state_dict(state)
 
 
 class Metric(ABC):
-    """How far apart two rows are, by their entries under a sampler's `keys`.
+    """Says how far apart two rows are, by their entries under a sampler's `keys`.
 
     Examples:
         >>> from nmer_torchrl.metrics import Euclidean
@@ -90,6 +90,8 @@ class Metric(ABC):
     """
 
     feature: Callable[[TensorDictBase], Tensor] | None = None  # rows to points, if not their keys
+    by_key: bool = False  # tells entries apart by their keys, so that it cannot measure features
+    embeds: bool = True  # distances are Euclidean in some space, to which `View.embed` maps points
 
     @abstractmethod
     def check(self, search: SearchName | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
@@ -104,22 +106,3 @@ class Metric(ABC):
         device: torch.device,
     ) -> Space:
         """A new space for k neighbours among points that join entries of these widths."""
-
-
-def own_table(search: NeighborSearch) -> PointTable | None:
-    """The table in which a search holds the points that it was given, if it is one of ours."""
-    table = getattr(search, "table", None)
-    return table if isinstance(table, PointTable) else None
-
-
-def search_state(search: NeighborSearch) -> dict[str, Any]:
-    """What a search wants to keep, if anything."""
-    state = getattr(search, "state_dict", None)
-    return {} if state is None else {"search": state()}
-
-
-def load_search_state(search: NeighborSearch, state: dict[str, Any]) -> None:
-    """Gives a search what it kept."""
-    load = getattr(search, "load_state_dict", None)
-    if load is not None and "search" in state:
-        load(state["search"])

@@ -12,17 +12,18 @@ from tensordict import NestedKey, unravel_key
 from torch import Tensor
 
 from nmer_torchrl.keys import as_keys
-from nmer_torchrl.metrics.base import (
-    Metric,
-    Space,
-    View,
-    load_search_state,
-    own_table,
-    search_state,
+from nmer_torchrl.metrics.base import Metric, Space, View
+from nmer_torchrl.neighbors import (
+    SEARCHES,
+    NeighborSearch,
+    PointTable,
+    Search,
+    SearchName,
+    as_search,
+    make_search,
 )
-from nmer_torchrl.neighbors import NeighborSearch, PointTable, SearchName, make_search
 from nmer_torchrl.neighbors.exact import squared_norms
-from nmer_torchrl.tracking.standardize import DOUBT, RunningStandardizer, looks_every
+from nmer_torchrl.tracking.standardize import RunningStandardizer
 
 
 class Euclidean(Metric):
@@ -51,6 +52,7 @@ class Euclidean(Metric):
                     "to leave an entry out of distances, leave it out of `keys`."
                 )
             self.weights[unravel_key(key)] = float(weight)
+        self.by_key = bool(self.weights)
 
     def check(self, search: SearchName | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
         """See `Metric.check`."""
@@ -96,13 +98,17 @@ class ProductNorm(Metric):
         ProductNorm(action_keys=('action',))
     """
 
+    by_key = True
+    embeds = False
+
     def __init__(self, *, action_keys: Sequence[NestedKey] = ("action",)) -> None:
         self.action_keys = as_keys(action_keys, "action_keys")
 
     def check(self, search: SearchName | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
         """See `Metric.check`."""
-        named = search if isinstance(search, str) else type(search).__name__
-        if search not in ("auto", "torch", "keops") and not getattr(search, "products", False):
+        declared = as_search(search) if not isinstance(search, str) else SEARCHES.get(search)
+        if declared is not None and not declared.products:  # "auto" is one that has them
+            named = search if isinstance(search, str) else type(search).__name__
             raise ValueError(
                 f"search={named!r} does not serve ProductNorm, which is no norm of scaled "
                 'differences; use search="torch", "keops", or "auto", which is one of the two.'
@@ -160,7 +166,7 @@ class ScaledView:
         return squared_norms(difference, self.scale.to(first.device)).sqrt()
 
 
-class ScaledSpace:
+class ScaledSpace(Space):
     """Points under a scale that follows their statistics, times constant factors.
 
     Args:
@@ -172,34 +178,24 @@ class ScaledSpace:
 
     def __init__(
         self,
-        search: NeighborSearch,
+        search: Search,
         d: int,
         factors: Tensor | None,
         device: torch.device | None = None,
     ) -> None:
         self.search = search
         self.statistics = RunningStandardizer(d, device)
-        # Our own searches hold the points already; for another we keep them ourselves.
-        self.table = own_table(search) or PointTable()
+        self.table = search.table or PointTable()
         self._factors = None if factors is None else factors.to(device)
-        self._unchecked = 0  # writes over other points since rounding was last looked at
         self._scaled: tuple[Tensor, Tensor] | None = None  # the statistics' scale, and ours
 
     def replace(self, index: Tensor, points: Tensor, removed: Tensor) -> None:
         """See `Space.replace`."""
         self.statistics.replace(points, removed)
-        if own_table(self.search) is not self.table:
+        if self.search.table is not self.table:
             self.table.write(index, points)
         self.search.write(index, points)
-        if len(removed):
-            self._unchecked += 1
-            if self._unchecked >= looks_every(points.device) and self._look():
-                self.statistics.recompute(self.table.present())
-
-    def _look(self) -> bool:
-        """Whether too much rounding has gathered in the statistics; waits for the device."""
-        self._unchecked = 0
-        return self.statistics.doubt > DOUBT
+        self.statistics.settle(self.table.present)
 
     @property
     def scale(self) -> Tensor:
@@ -218,11 +214,3 @@ class ScaledSpace:
     def view(self) -> View:
         """See `Space.view`."""
         return ScaledView(self.scale)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Space.state_dict`."""
-        return search_state(self.search)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Space.load_state_dict`."""
-        load_search_state(self.search, state)

@@ -9,12 +9,12 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from nmer_torchrl.metrics.base import Metric, Space
-from nmer_torchrl.metrics.euclidean import Euclidean, ProductNorm
+from nmer_torchrl.metrics.euclidean import Euclidean
 from nmer_torchrl.neighbors import NeighborSearch, SearchName
 
 
 class FeatureSpace(Metric):
-    """A metric between features of rows, such as those of a learned encoder.
+    """A metric, not a `Space`: measures features of rows, such as those of a learned encoder.
 
     The function is called without gradients on rows as they are stored, a `TensorDict` of batch
     size `[n]`, and returns points `[n, f]`. It is called once for each row that is written; when
@@ -34,6 +34,8 @@ class FeatureSpace(Metric):
         >>> sampler.refresh()  # after each change of the encoder
     """
 
+    by_key = True  # by the keys that the function reads
+
     def __init__(
         self, feature: Callable[[TensorDictBase], Tensor], metric: Metric | None = None
     ) -> None:
@@ -43,14 +45,14 @@ class FeatureSpace(Metric):
                 "TensorDict of n rows to points [n, f]."
             )
         metric = Euclidean() if metric is None else metric
-        by_key = isinstance(metric, ProductNorm) or bool(getattr(metric, "weights", None))
-        if by_key or metric.feature is not None:
+        if metric.by_key:
             raise ValueError(
                 f"{metric!r} tells entries apart by their keys, which features do not have; "
                 "use Euclidean() or Mahalanobis()."
             )
         self.feature = feature
         self.metric = metric
+        self.embeds = metric.embeds
 
     def check(self, search: SearchName | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
         """See `Metric.check`."""

@@ -11,11 +11,11 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from nmer_torchrl.metrics.base import Metric, Space, load_search_state, search_state
-from nmer_torchrl.neighbors import NeighborSearch, PointTable, SearchName, make_search
+from nmer_torchrl.metrics.base import Metric, Space
+from nmer_torchrl.neighbors import NeighborSearch, PointTable, Search, SearchName, make_search
 from nmer_torchrl.neighbors.exact import BLOCK, nearest, relative_error
 from nmer_torchrl.tracking.covariance import RunningCovariance
-from nmer_torchrl.tracking.standardize import DOUBT
+from nmer_torchrl.tracking.standardize import settle
 
 _DRIFT = 0.05  # of the whitening, as a logarithm of distances, after which it is renewed
 _WIDER = 8  # times as many candidates, where those asked for first prove too little
@@ -117,7 +117,7 @@ class Whitening:
         return float(factors[-1]), float(factors[0])
 
 
-class WhitenedSpace:
+class WhitenedSpace(Space):
     """Points under a whitening that follows their statistics; see `Mahalanobis`.
 
     Args:
@@ -126,7 +126,7 @@ class WhitenedSpace:
         shrinkage: Share of the identity in the correlation matrix.
     """
 
-    def __init__(self, search: NeighborSearch, d: int, shrinkage: float) -> None:
+    def __init__(self, search: Search, d: int, shrinkage: float) -> None:
         self.search = search
         self.table = PointTable()
         self.statistics = RunningCovariance(d)
@@ -136,7 +136,6 @@ class WhitenedSpace:
         self._least: float | None = None  # factor from distances by that to those of now
         self._error = 0.0  # of a mapped point, by the rounding of its dtype
         self._scale = torch.ones(d, dtype=torch.float64)
-        self._exact = getattr(search, "exact", True)  # a graph says if it is not
 
     def replace(self, index: Tensor, points: Tensor, removed: Tensor) -> None:
         """See `Space.replace`."""
@@ -149,10 +148,9 @@ class WhitenedSpace:
     def _write(self, index: Tensor, points: Tensor) -> None:
         assert self._frozen is not None
         mapped = self._frozen.embed(points)
-        there = mapped.isfinite().all(-1)
-        if there.any():
-            rounding = torch.finfo(points.dtype).eps
-            self._error = max(self._error, rounding * float(mapped[there].norm(dim=-1).max()))
+        if len(mapped):
+            largest = float(mapped.norm(dim=-1).nan_to_num(0.0, 0.0).max())
+            self._error = max(self._error, torch.finfo(points.dtype).eps * largest)
         self.search.write(index, mapped.to(points.dtype))
 
     def _freeze(self, whitening: Whitening) -> None:
@@ -166,8 +164,7 @@ class WhitenedSpace:
     def view(self) -> Whitening:
         """See `Space.view`."""
         if self._current is None:
-            if self.statistics.doubt > DOUBT:
-                self.statistics.recompute(self.table.present())
+            settle(self.statistics, self.table.present)
             self._current = Whitening.of(self.statistics, self._shrinkage)
         return self._current
 
@@ -212,7 +209,7 @@ class WhitenedSpace:
         frontier = self._least * (1.0 - relative_error(points.shape[1])) * last
         proven = (best[:, -1] <= frontier) | (best[:, -1] == 0) | (found[:, -1] < 0)
         again = ~proven & valid[index]
-        if self._exact and again.any():
+        if self.search.exact and again.any():
             some = index[again]
             if found.shape[1] > candidates(k):
                 neighbors[again] = self._scan(some, k)
@@ -242,11 +239,11 @@ class WhitenedSpace:
         if self._frozen is None:
             return {}
         frozen = {name: getattr(self._frozen, name) for name in ("matrix", "inverse", "center")}
-        return {**search_state(self.search), "whitening": frozen}
+        return {"search": self.search.state_dict(), "whitening": frozen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Space.load_state_dict`."""
         frozen = state.get("whitening")
         if frozen is not None and len(frozen["center"]) == len(self._scale):
             self._freeze(Whitening(**frozen))
-            load_search_state(self.search, state)
+            self.search.load_state_dict(state["search"])

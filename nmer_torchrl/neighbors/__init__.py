@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from nmer_torchrl.neighbors.base import NeighborSearch, PointTable, SearchName
+from nmer_torchrl.neighbors.base import NeighborSearch, PointTable, Search, SearchName, as_search
 from nmer_torchrl.neighbors.device import DeviceSearch
 from nmer_torchrl.neighbors.faiss import FaissSearch
 from nmer_torchrl.neighbors.graph import NeighborGraph
@@ -20,18 +18,19 @@ __all__ = [
     "NeighborGraph",
     "NeighborSearch",
     "PointTable",
+    "Search",
     "SearchName",
     "TorchSearch",
+    "as_search",
     "check_search",
     "make_search",
 ]
 
-# From k, the number of neighbours that will be asked for.
-SEARCHES: dict[SearchName, Callable[[int], NeighborSearch]] = {
+SEARCHES: dict[SearchName, type[Search]] = {
     "graph": NeighborGraph,
-    "keops": lambda k: KeOpsSearch(),
-    "torch": lambda k: TorchSearch(),
-    "faiss": lambda k: FaissSearch(),
+    "keops": KeOpsSearch,
+    "torch": TorchSearch,
+    "faiss": FaissSearch,
 }
 
 
@@ -56,12 +55,10 @@ def check_search(search: SearchName | NeighborSearch) -> None:
         )
 
 
-def make_search(
-    search: SearchName | NeighborSearch, k: int, device: torch.device
-) -> NeighborSearch:
-    """The search of that name for k neighbours among points on that device.
+def make_search(search: SearchName | NeighborSearch, k: int, device: torch.device) -> Search:
+    """Returns the search of that name for k neighbours among points on that device.
 
-    `"auto"` is KeOps on CUDA and the graph elsewhere. An object is returned as it is.
+    `"auto"` is KeOps on CUDA and the graph elsewhere. An object is returned by `as_search`.
 
     Examples:
         >>> import torch
@@ -70,7 +67,7 @@ def make_search(
     """
     check_search(search)
     if not isinstance(search, str):
-        return search
+        return as_search(search)
     if search == "auto":
         search = "keops" if device.type == "cuda" else "graph"
-    return SEARCHES[search](k)
+    return SEARCHES[search].make(k)

@@ -1,8 +1,9 @@
-"""The contract of a neighbour search, and the table of points that our searches share."""
+"""The whole contract of a neighbour search, and the table of points that our searches share."""
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ SearchName = Literal["auto", "graph", "keops", "torch", "faiss"]
 class NeighborSearch(Protocol):
     """Nearest neighbours among points that stand at storage positions and may be replaced.
 
-    Any object with these three methods can be given to a sampler as `search`. One that also takes
-    a scale `[g, d]`, for nearest by the product of g such norms, says so by `products = True`.
+    Any object with these three methods can be given to a sampler as `search`. What a search can do
+    beyond them is declared in `Search`.
 
     Examples:
         >>> from nmer_torchrl import NeighborPairSampler
@@ -59,6 +60,86 @@ class NeighborSearch(Protocol):
         ...
 
 
+class Search(ABC):
+    """A `NeighborSearch` that declares what else it can do; the base class of our searches.
+
+    An object with the three methods alone has the defaults. Derive from this class to declare more.
+
+    Examples:
+        >>> class FirstOthers(Search):  # always k positions, whatever the points are
+        ...     exact, fills = False, True
+        ...
+        ...     def write(self, index, points): ...
+        ...
+        ...     def query(self, index, k, scale):
+        ...         others = torch.arange(k).expand(len(index), k)
+        ...         return others + (others >= index.unsqueeze(-1))
+        ...
+        ...     def clear(self): ...
+        >>> FirstOthers().products
+        False
+    """
+
+    products: bool = False  # a scale may be [g, d]: nearest is then by the product of g norms
+    exact: bool = True  # answers are those of the very scale of the query
+    fills: bool = False  # each row of an answer has k entries wherever there are k others
+    table: PointTable | None = None  # holds the points as written, on their device, if it does
+
+    @classmethod
+    def make(cls, k: int) -> Self:
+        """Returns an empty search that will be asked for k neighbours."""
+        return cls()
+
+    @abstractmethod
+    def write(self, index: Tensor, points: Tensor) -> None:
+        """See `NeighborSearch.write`."""
+
+    @abstractmethod
+    def query(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
+        """See `NeighborSearch.query`."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """See `NeighborSearch.clear`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what does not follow from the points, such as lists that took time to make."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Takes up a saved state, the points being written; ignores one that does not fit."""
+
+
+def as_search(search: NeighborSearch) -> Search:
+    """Returns the search itself if it declares what it can do, else one with the defaults.
+
+    Examples:
+        >>> class Three:
+        ...     def write(self, index, points): ...
+        ...     def query(self, index, k, scale): ...
+        ...     def clear(self): ...
+        >>> as_search(Three()).exact
+        True
+    """
+    return search if isinstance(search, Search) else _Plain(search)
+
+
+class _Plain(Search):
+    """Gives an object with the three methods alone the defaults."""
+
+    def __init__(self, search: NeighborSearch) -> None:
+        self.search = search
+
+    def write(self, index: Tensor, points: Tensor) -> None:
+        self.search.write(index, points)
+
+    def query(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
+        return self.search.query(index, k, scale)
+
+    def clear(self) -> None:
+        self.search.clear()
+
+
 class PointTable:
     """Points `[capacity, d]` by storage position, with a flag for those that are there.
 
@@ -84,6 +165,7 @@ class PointTable:
         """Forgets all points."""
         self.points = torch.empty(0, 0)
         self.valid = torch.empty(0, dtype=torch.bool)
+        self.count: int | Tensor = 0  # points that are there
         self.size = 0  # positions 0 .. size - 1 have been written at some time
         self.holes = False  # whether some of these may be empty
 
@@ -101,16 +183,18 @@ class PointTable:
                 f"{self.points.shape[1]}; call `clear()` first to change the width."
             )
         before, size = self.size, int(index.max()) + 1
-        self._reserve(size)
+        if size > before:
+            self._grow(size)
         rows, finite = as_rows(index, points.device), finite_rows(points)
         if not self.holes:
             skipped = size > before and size - before > int((index >= before).sum())
             # On a device, to look whether all are finite would be to wait for it.
             self.holes = skipped or points.device.type != "cpu" or not bool(finite.all())
         self.points[rows] = points.where(finite.unsqueeze(-1), 0.0) if self.holes else points
+        self.count = self.count + (finite.sum() - self.valid[rows].sum())
         self.valid[rows] = finite
 
-    def _reserve(self, size: int) -> None:
+    def _grow(self, size: int) -> None:
         if size > len(self.points):
             # By little at a time: what is kept for each point is many times the cost of copying it.
             grown = max(size, len(self.points) + len(self.points) // 12, 1024)
@@ -119,9 +203,8 @@ class PointTable:
             valid = self.valid.new_zeros(grown)
             valid[: self.size] = self.valid[: self.size]
             self.points, self.valid = points, valid
-        if size > self.size:
-            self.points[self.size : size] = 0.0
-            self.size = size
+        self.points[self.size : size] = 0.0
+        self.size = size
 
     def read(self, index: Tensor) -> Tensor:
         """Points `[m, d]` at those of the ascending positions `[n]` that were ever written.

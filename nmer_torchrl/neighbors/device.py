@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmer_torchrl.neighbors.base import NeighborSearch
+from nmer_torchrl.neighbors.base import NeighborSearch, Search, as_search
 
 
-class DeviceSearch:
+class DeviceSearch(Search):
     """Searches on a device of its own, whatever device the rows are stored on.
 
     Rows may then stay in host memory or in memory-mapped files, where there is more room, while the
@@ -30,17 +30,9 @@ class DeviceSearch:
     """
 
     def __init__(self, search: NeighborSearch, device: torch.device | str) -> None:
-        self.search, self.device = search, torch.device(device)
-
-    @property
-    def products(self) -> bool:
-        """Whether the search takes a scale `[g, d]`."""
-        return getattr(self.search, "products", False)
-
-    @property
-    def exact(self) -> bool:
-        """Whether answers are those of the very scale of the query."""
-        return getattr(self.search, "exact", True)
+        self.search, self.device = as_search(search), torch.device(device)
+        self.products, self.exact = self.search.products, self.search.exact
+        self.fills = self.search.fills
 
     def write(self, index: Tensor, points: Tensor) -> None:
         """See `NeighborSearch.write`."""
@@ -56,12 +48,9 @@ class DeviceSearch:
         self.search.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the search wants to keep, if anything."""
-        state = getattr(self.search, "state_dict", None)
-        return {} if state is None else state()
+        """See `Search.state_dict`."""
+        return self.search.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Gives the search what it kept."""
-        load = getattr(self.search, "load_state_dict", None)
-        if load is not None and state:
-            load(state)
+        """See `Search.load_state_dict`."""
+        self.search.load_state_dict(state)

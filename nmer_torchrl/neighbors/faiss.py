@@ -7,13 +7,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from nmer_torchrl.neighbors.base import PointTable
+from nmer_torchrl.neighbors.base import PointTable, Search
 from nmer_torchrl.neighbors.exact import refine, relative_error
 
 _SPARE = 8  # candidates beyond k, so that rounding rarely asks for a second search
 
 
-class FaissSearch:
+class FaissSearch(Search):
     """Exact nearest neighbours by FAISS's flat index, on the CPU.
 
     A flat index holds scaled points, so it is filled anew when points or scale have changed since
@@ -27,6 +27,9 @@ class FaissSearch:
         tensor([[1, 2],
                 [2, 1]])
     """
+
+    fills = True
+    table: PointTable
 
     def __init__(self) -> None:
         self._faiss = _import_faiss()

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmer_torchrl.neighbors.base import PointTable
+from nmer_torchrl.neighbors.base import PointTable, Search
 from nmer_torchrl.neighbors.exact import scan
 
 _LARGEST = 2**24  # KeOps returns positions as floating-point numbers
 _FAR = 1e30  # beyond any squared distance under a scale that follows the points
 
 
-class KeOpsSearch:
+class KeOpsSearch(Search):
     """Nearest neighbours by one KeOps reduction over all points, on CUDA or the CPU.
 
     Distances are taken by differences in the points' dtype, so that answers are exact up to its
@@ -43,7 +43,8 @@ class KeOpsSearch:
                 [2, 1]])
     """
 
-    products = True  # whether a scale may be [g, d]
+    products = fills = True
+    table: PointTable
 
     def __init__(self) -> None:
         _import_pykeops()

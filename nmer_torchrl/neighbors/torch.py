@@ -7,14 +7,14 @@ import functools
 import torch
 from torch import Tensor
 
-from nmer_torchrl.neighbors.base import PointTable
+from nmer_torchrl.neighbors.base import PointTable, Search
 from nmer_torchrl.neighbors.exact import BLOCK, refine, relative_error, scan
 
 _QUERIES = 256
 _SPARE = 8  # candidates beyond k, so that rounding rarely asks for a second search
 
 
-class TorchSearch:
+class TorchSearch(Search):
     """Exact nearest neighbours by blocks of matrix products, with nothing but torch.
 
     A scale may also be `[g, d]`: nearest is then by the product of g norms.
@@ -31,7 +31,8 @@ class TorchSearch:
                 [2, 1]])
     """
 
-    products = True  # whether a scale may be [g, d]
+    products = fills = True
+    table: PointTable
 
     def __init__(self) -> None:
         self.table = PointTable()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from abc import abstractmethod
 from typing import Any
 
@@ -65,7 +64,6 @@ class Pairing(SampleUnit):
         # `ReplayBuffer.empty`, among others, does not wait for prefetching threads.
         self.lock = threading.RLock()
         self._guard = Guard()
-        self._attached: weakref.ref[Storage] | None = None
 
     @abstractmethod
     def synchronize(self, storage: Storage) -> None:
@@ -112,15 +110,13 @@ class Pairing(SampleUnit):
     def follow(self, storage: Storage) -> None:
         """Takes up whatever has changed in the storage, and hears of its writes from then on."""
         with self.lock:
-            if self._attached is None or self._attached() is not storage:
-                storage.attach(self)
-                self._attached = weakref.ref(storage)
+            storage.attach(self)  # once is enough, and more than once the same
             self.synchronize(storage)
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
         """Notes that these positions have been written."""
         with self.lock:
-            self.rows.announce(index, self.rows.storage if storage is None else storage)
+            self.rows.announce(index, storage)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what does not follow from the storage: nothing, unless a subclass says so."""
@@ -131,7 +127,7 @@ class Pairing(SampleUnit):
         self.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "lock": None, "_attached": None}
+        return {**self.__dict__, "lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -13,15 +13,13 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from nmer_torchrl.checks import is_integer
-from nmer_torchrl.functional import finite_rows
 from nmer_torchrl.keys import join_entries
 from nmer_torchrl.metrics import Euclidean, Metric, Space, View
-from nmer_torchrl.metrics.base import own_table
-from nmer_torchrl.neighbors import NeighborSearch, SearchName, check_search
+from nmer_torchrl.neighbors import NeighborSearch, Search, SearchName, check_search
 from nmer_torchrl.tracking.rows import StoredRows, stored_entries
 from nmer_torchrl.tracking.standardize import looks_every
 
-# Whom a search serves, by the search's id: a neighborhood keeps its search alive, so ids hold.
+# Whom an object that was given as `search` serves, by its id: it lives as long as they do.
 _SERVES: weakref.WeakValueDictionary[int, Neighborhood] = weakref.WeakValueDictionary()
 
 
@@ -75,7 +73,7 @@ class Neighborhood:
         self.space: Space | None = None  # made by the first rows, which tell widths and device
 
     @property
-    def search(self) -> NeighborSearch | None:
+    def search(self) -> Search | None:
         """The search, once there are rows."""
         return None if self.space is None else self.space.search
 
@@ -108,9 +106,9 @@ class Neighborhood:
     def neighbors(self, index: Tensor, k: int | None = None) -> Tensor:
         """Positions `[q]` to `[q, k]`, nearest first, padded with -1; after `synchronize`."""
         assert self.space is not None  # there is at least one row
-        if _SERVES.get(id(self.search)) is not self:
+        if _SERVES.get(id(self._chosen), self) is not self:
             raise RuntimeError(
-                f"The {type(self.search).__name__} of this sampler has since been put to use by "
+                f"The {type(self._chosen).__name__} of this sampler has since been put to use by "
                 "another one, which replaced its points; give each sampler a search of its own."
             )
         there = index.to(self.rows.device, non_blocking=True)
@@ -122,10 +120,9 @@ class Neighborhood:
 
     def padding(self) -> dict[str, bool]:
         """What `choose_neighbor` may rely on in answers to queries, as far as is known."""
-        table = None if self.search is None else own_table(self.search)
-        if table is None:  # another's search may pad as it likes
+        if self.space is None or not self.space.search.fills:
             return {}
-        return {"padded": self._at_least <= self.k, "alone": table.holes}
+        return {"padded": self._at_least <= self.k, "alone": self.space.table.holes}
 
     def stored_distances(self, first: Tensor, second: Tensor) -> Tensor:
         """Returns the distances between stored rows, by positions that broadcast; as `embed`."""
@@ -158,10 +155,8 @@ class Neighborhood:
 
     def synchronize(self, storage: Storage) -> None:
         """Takes up whatever has changed in the storage."""
-        if not self.rows.follows(storage):
-            saved = self._saved
+        if self.rows.follows_another(storage):
             self.clear()
-            self._saved = saved
         changed = False
         for index, points in self.rows.changes(storage):
             self._take(index, points, storage)
@@ -178,8 +173,8 @@ class Neighborhood:
         if self.space is None:
             self.space = self._open(points, storage)
             self.space.search.clear()  # an object may have served before
-            self._usable = torch.zeros((), dtype=torch.int64, device=points.device)
-            _SERVES[id(self.space.search)] = self
+            if not isinstance(self._chosen, str):
+                _SERVES[id(self._chosen)] = self
         before = self.space.table.read(index)
         if not self.rows.partial and len(before):  # of all rows, few may have changed
             changed = points.new_ones(len(points), dtype=torch.bool)
@@ -189,15 +184,14 @@ class Neighborhood:
             index = index[changed.cpu()]
         if len(index):
             self.space.replace(index, points, before)
-            self._usable += finite_rows(points).sum() - finite_rows(before).sum()
             self._at_least -= len(before)  # if all of these were usable, and no new one is
 
     def _look(self) -> None:
         """Counts the usable rows, which waits for the device, and warns of others."""
-        self._unlooked, self._at_least = 0, int(self._usable)
+        assert self.space is not None
+        self._unlooked, self._at_least = 0, int(self.space.table.count)
         if self._warned or self._at_least >= self.rows.length:
             return
-        assert self.space is not None
         self._warned = True
         unusable = ~self.space.table.valid[: self.rows.length]
         warnings.warn(

@@ -53,7 +53,7 @@ class RandomPairs(Pairing):
 
     def synchronize(self, storage: Storage) -> None:
         """Takes up whatever has changed in the storage."""
-        if not self.rows.follows(storage):
+        if self.rows.follows_another(storage):
             self.clear()
         for index, points in self.rows.changes(storage):
             usable, size = finite_rows(points), int(index.max()) + 1

@@ -18,7 +18,7 @@ from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS
 from nmer_torchrl.metrics import Metric
 from nmer_torchrl.neighbors import NeighborSearch, SearchName
 from nmer_torchrl.pairs import NearPairing, Pairing, QuantileCap
-from nmer_torchrl.tracking.rows import StoredRows, check_layout
+from nmer_torchrl.tracking.rows import StoredRows
 
 _STATE_FILE = "sampler.pt"
 
@@ -101,8 +101,6 @@ class PairSampler(Sampler):
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
         """Notes that the buffer has written these positions."""
-        if storage is not None:
-            check_layout(storage)
         self.unit.mark_update(index, storage=storage)
 
     def _empty(self) -> None:

@@ -21,7 +21,6 @@ from nmer_torchrl.metrics import Metric
 from nmer_torchrl.neighbors import NeighborSearch, SearchName
 from nmer_torchrl.pairs import NeighborPairs, QuantileCap
 from nmer_torchrl.samplers.base import NeighborQueries, load_state, save_state
-from nmer_torchrl.tracking.rows import check_layout
 
 _FLOAT32 = torch.finfo(torch.float32)
 
@@ -348,8 +347,6 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
         """Notes that the buffer has written these positions: they get the largest priority."""
-        if storage is not None:
-            check_layout(storage)
         with self.unit.lock:
             self.unit.mark_update(index, storage=storage)
             super().mark_update(index, storage=storage)

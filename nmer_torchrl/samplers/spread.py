@@ -12,7 +12,6 @@ from torchrl.data.replay_buffers import Storage
 from nmer_torchrl import _compat
 from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS
 from nmer_torchrl.samplers.base import LockedSampler, draw_uniform
-from nmer_torchrl.tracking.rows import check_layout
 from nmer_torchrl.tracking.spread import Spread
 
 
@@ -51,8 +50,6 @@ class SpreadSampler(LockedSampler):
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
         """Notes that the buffer has written these positions."""
-        if storage is not None:
-            check_layout(storage)
         with self._lock:
             self.spread.rows.announce(index, storage)
 

@@ -53,27 +53,26 @@ class RunningCovariance:
     def update(self, added: Tensor, removed: Tensor | None = None) -> None:
         """Adds the points `[n, d]` and takes out `[m, d]` points that were added before."""
         self.moments.update(added, removed)
-        for points, sign in ((added, 1.0), (removed, -1.0)):
-            if points is not None:
-                self._accumulate(points.detach().cpu(), sign)
+        self._accumulate(added, 1.0)
+        if removed is not None:
+            self._accumulate(removed, -1.0)
 
     def replace(self, points: Tensor, before: Tensor) -> None:
         """The same; rows with a non-finite number count for nothing on either side."""
-        points, before = (x.detach().cpu() for x in (points, before))
-        removed = before[finite_rows(before)] if len(before) else None
-        self.update(points[finite_rows(points)], removed)
+        self.moments.replace(points, before)
+        self._accumulate(points, 1.0)
+        self._accumulate(before, -1.0)
 
     def recompute(self, points: Tensor) -> None:
         """Takes the points `[n, d]` that are there anew; non-finite rows count for nothing."""
-        points = points.detach().cpu()
-        points = points[finite_rows(points)]
         self.moments.recompute(points)
         self._clear()
         self._shift = self.moments.mean
         self._accumulate(points, 1.0)
 
     def _accumulate(self, points: Tensor, sign: float) -> None:
-        for chunk in points.split(_CHUNK):
+        points = points.detach().cpu()
+        for chunk in points[finite_rows(points)].split(_CHUNK):
             if not len(chunk):
                 continue
             x = chunk.double()

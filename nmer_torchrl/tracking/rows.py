@@ -13,7 +13,7 @@ from torchrl.data.replay_buffers import Storage, TensorStorage
 
 from nmer_torchrl import _compat
 from nmer_torchrl.functional import as_rows
-from nmer_torchrl.keys import as_keys, read_features, read_points
+from nmer_torchrl.keys import as_keys, get_continuous, read_features, read_points
 
 _CHUNK = 65_536
 _MANY = 4_096  # announcements before they are gathered into one
@@ -46,8 +46,8 @@ class StoredRows:
         self.forget()
 
     def forget(self) -> None:
-        """Takes every row as unread."""
-        self._storage: weakref.ref[Storage] | None = None
+        """Takes every row as unread, of whichever storage comes next."""
+        self._storage: weakref.ref[Storage] | None = None  # whose rows these are
         self._revision: int | None = None  # up to here, every change has been read or announced
         self.length = 0  # rows that are stored
         self.device = torch.device("cpu")
@@ -56,16 +56,21 @@ class StoredRows:
 
     @property
     def storage(self) -> Storage | None:
-        """The storage whose rows have been read."""
+        """The storage that is followed."""
         return None if self._storage is None else self._storage()
 
-    def follows(self, storage: Storage) -> bool:
-        """Whether rows of this very storage have been read before."""
-        return self._storage is not None and self._storage() is storage
+    def follows_another(self, storage: Storage) -> bool:
+        """Whether rows of another storage are known, which are then to be forgotten."""
+        return self._storage is not None and self._storage() is not storage
 
     def announce(self, index: int | Tensor, storage: Storage | None) -> None:
         """Notes that these positions have been written, by the last write so far."""
-        if self._revision is None or storage is None or not self.follows(storage):
+        if storage is None and (storage := self.storage) is None:
+            return
+        if self._storage is None:
+            check_layout(storage)
+            self._storage = weakref.ref(storage)
+        if self._revision is None or self.follows_another(storage):
             return  # everything will be read anyway
         self._announced.append(written_positions(index, storage))
         if len(self._announced) > _MANY:
@@ -82,12 +87,10 @@ class StoredRows:
         caller stops early the same changes come again.
         """
         revision, length = _compat.revision(storage), len(storage)
-        followed = self.follows(storage)
-        if followed and revision == self._revision and not self._announced:
+        self.partial = revision == self._revision and not self.follows_another(storage)
+        if self.partial and not self._announced:
             return
-        data = stored_entries(storage)
-        self.device = data.device or next(iter(data.values(True, True))).device
-        self.partial = followed and revision == self._revision
+        data = self._entries(storage)
         if self.partial:
             # Rows may come into sight that no one announced: those that a storage held before.
             appeared = torch.arange(self.length, length)
@@ -95,7 +98,7 @@ class StoredRows:
             changed = changed.unique() if len(changed) > 1 else changed
         else:
             changed = torch.arange(max(length, self.length))
-        self._storage, self.length = weakref.ref(storage), max(length, self.length)
+        self.length = max(length, self.length)
         self._revision = None  # until the caller has taken everything
         there = int(torch.searchsorted(changed, length))
         for index in changed[:there].split(_CHUNK):
@@ -107,6 +110,19 @@ class StoredRows:
                 yield index, torch.full((len(index), width), torch.nan, device=self.device)
         self._revision, self.length = revision, length
         self._announced = []
+
+    def _entries(self, storage: Storage) -> TensorDictBase:
+        """The stored entries, checked unless nothing but rows can have changed since."""
+        if self.partial:
+            return _compat.entries(storage)
+        data = stored_entries(storage)
+        for key in self.keys:
+            get_continuous(data, key, "keys")
+        for key in self.value_keys:
+            get_continuous(data, key, "value_keys")
+        self.device = data.device or next(iter(data.values(True, True))).device
+        self._storage = weakref.ref(storage)
+        return data
 
     def _read(self, data: TensorDictBase, index: Tensor) -> Tensor:
         rows = as_rows(index, self.device)

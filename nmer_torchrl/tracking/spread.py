@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers import Storage
 from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS, get_entry
 from nmer_torchrl.neighbors import PointTable
 from nmer_torchrl.tracking.rows import StoredRows, stored_entries
-from nmer_torchrl.tracking.standardize import DOUBT, RunningStandardizer, looks_every
+from nmer_torchrl.tracking.standardize import RunningStandardizer
 
 
 class Spread:
@@ -39,7 +39,6 @@ class Spread:
     def _reset(self) -> None:
         self._statistics: RunningStandardizer | None = None
         self._table = PointTable()
-        self._unchecked = 0  # writes over other rows since rounding was last looked at
 
     def clear(self) -> None:
         """Has the next look read the whole storage; `std` stays until then."""
@@ -48,7 +47,7 @@ class Spread:
 
     def synchronize(self, storage: Storage) -> None:
         """Takes up whatever has changed in the storage."""
-        if not self.rows.follows(storage):
+        if self.rows.follows_another(storage):
             self.clear()
         changed = False
         for index, points in self.rows.changes(storage):
@@ -57,12 +56,8 @@ class Spread:
             before = self._table.read(index)
             self._statistics.replace(points, before)
             self._table.write(index, points)
-            self._unchecked += len(before) > 0
+            self._statistics.settle(self._table.present)
             changed = True
-            if self._unchecked >= looks_every(points.device):
-                self._unchecked = 0
-                if self._statistics.doubt > DOUBT:
-                    self._statistics.recompute(self._table.present())
         if changed and self._statistics is not None:
             self.std = self._split(stored_entries(storage), self._statistics.std)
 

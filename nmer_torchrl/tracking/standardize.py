@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,12 @@ _CHUNK = 512  # rows that stay in a processor's cache
 _DEVICE_CHUNK = 65_536
 DOUBT = 1e-9  # rounding in a variance, as a share of it, after which to compute it anew
 _LOOK = 256  # writes between two looks at numbers on a device, each of which waits for it
+
+
+def settle(statistics: Any, stored: Callable[[], Tensor]) -> None:
+    """Recomputes statistics from the stored points `[n, d]` if too much rounding has gathered."""
+    if statistics.doubt > DOUBT:
+        statistics.recompute(stored())
 
 
 def looks_every(device: torch.device) -> int:
@@ -72,6 +79,7 @@ class RunningStandardizer:
         self._error = self._zeros(self.d)  # of the sum of y**2, at worst
         self._moments: tuple[Array, Array] | None = None  # mean and std, once they were asked for
         self._scale: Tensor | None = None  # what `scale` returns, likewise
+        self._unchecked = 0  # calls that took points out since rounding was last looked at
 
     @property
     def count(self) -> int:
@@ -104,14 +112,23 @@ class RunningStandardizer:
         size, step = max(len(points), len(before)), _CHUNK if self._xp is np else _DEVICE_CHUNK
         for start in range(0, size, step):
             part = slice(start, start + step)
-            added, removed = self._array(points[part]), self._array(before[part])
-            self._accumulate(added, removed)
+            self._accumulate(points[part], before[part])
         self._moments = self._scale = None
+        self._unchecked += len(before) > 0
 
     def recompute(self, points: Tensor) -> None:
         """Takes the points `[n, d]` that are there anew; non-finite rows count for nothing."""
         self.clear()
         self.replace(points, points[:0])
+
+    def settle(self, stored: Callable[[], Tensor]) -> None:
+        """Recomputes from the stored points `[n, d]` if too much rounding has gathered.
+
+        Call it after `replace`. On a device it looks at every 256th, since a look waits.
+        """
+        if self._unchecked >= looks_every(self.device):
+            self._unchecked = 0
+            settle(self, stored)
 
     @property
     def doubt(self) -> float:
@@ -120,9 +137,11 @@ class RunningStandardizer:
         least = self._larger(self._larger(std, _CONSTANT * self._xp.abs(mean)), _LEAST)
         return float((self._error / least**2).max() / self._larger(self._count, 1.0))
 
-    def _accumulate(self, added: Array, removed: Array) -> None:
+    def _accumulate(self, added: Tensor, removed: Tensor) -> None:
         xp, n = self._xp, len(added)
-        x = xp.concatenate([added, removed]) if len(removed) else added
+        points = torch.cat([added, removed]) if len(removed) else added
+        x: Array = points.detach().to(self.device, torch.float64)
+        x = x.numpy() if xp is np else x
         there = (x - x).sum(-1) == 0  # infinity minus itself is NaN
         if self._shift is None:
             self._shift = self._center(x, there[:, None])
@@ -148,10 +167,6 @@ class RunningStandardizer:
         """The mean `[d]` of the rows that are there, 0 without any."""
         counted = self._xp.where(there, x, 0.0)
         return _exact_sum(counted, 0.0 * counted)[0] / self._larger(1.0 * there.sum(), 1.0)
-
-    def _array(self, points: Tensor) -> Array:
-        points = points.detach().to(self.device)
-        return points.numpy().astype(np.float64) if self._xp is np else points.double()
 
     def _zeros(self, *shape: int) -> Array:
         if self._xp is np:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nmer_torchrl.functional import as_rows, fingerprint
-from nmer_torchrl.neighbors.base import PointTable
+from nmer_torchrl.neighbors.base import PointTable, Search
 from nmer_torchrl.neighbors.exact import nearest, refine
 from nmer_torchrl.neighbors.graph.lists import Lists
 from nmer_torchrl.neighbors.graph.metric import Metric
@@ -24,7 +24,7 @@ _FACTOR = 5.0  # common factor of two scales, in logarithms, before float32 migh
 _STATE = ("_ordered_under", "_stale", "_counts")
 
 
-class NeighborGraph:
+class NeighborGraph(Search):
     """Nearest neighbours from lists that are kept up as points come, go and the scale drifts.
 
     Args:
@@ -43,6 +43,14 @@ class NeighborGraph:
         tensor([[1, 2],
                 [2, 1]])
     """
+
+    fills = True
+    table: PointTable
+
+    @classmethod
+    def make(cls, k: int) -> NeighborGraph:
+        """Returns a graph whose lists are long enough for k neighbours."""
+        return cls(k)
 
     def __init__(self, k: int = 10, *, candidates: int | None = None, exact: bool = False) -> None:
         candidates = max(3 * k + 2, 16) if candidates is None else candidates
