@@ -97,12 +97,13 @@ def test_evaluations_and_checkpoints_are_shares_of_the_run():
         ("grad_clip=0", "null for no clipping"),
         ("seed=one", "seed=one"),
         ("device=tpu9", "device=tpu9 is not there .*; try cpu"),
+        ("losses=torchrl compile=true", "losses=torchrl is not compiled"),
         ("storage_device=meta", "on the device of the updates, cpu, or on the cpu"),
     ],
 )
 def test_values_that_no_run_could_use_are_refused(override, words):
     with pytest.raises(config.UsageError, match=words):
-        config.check(make_config("sac", override))
+        config.check(make_config("sac", *override.split()))
 
 
 @pytest.mark.parametrize(("group", "known"), [("replay", "nmer"), ("logger", "wandb")])
@@ -311,6 +312,7 @@ def test_updates_are_compiled_where_it_pays(monkeypatch):
     assert not compiles(True, long)  # on a CPU it does not
     assert not compiles(True, short, cuda, "replay_ratio=1")
     assert not compiles(True, long, cuda, "compile=false")
+    assert not compiles(True, long, cuda, "losses=torchrl")
     assert compiles(True, short, "replay_ratio=1", "compile=true")
     assert not compiles(False, long, cuda)
     with pytest.raises(config.UsageError, match=r"does not work here \(no c\+\+\)"):

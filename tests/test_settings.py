@@ -142,6 +142,7 @@ def test_a_number_is_refused_outside_its_range_and_its_type(name):
         ("tau", None, "tau=null, but it is a number above 0, at most 1."),
         ("video", "yes", "video=yes, but it is true or false."),
         ("compile", 1, "compile=1, but it is true, false or auto."),
+        ("losses", "mine", "losses=mine, but it is direct or torchrl."),
         ("logger.mode", "on", "logger.mode=on, but it is online, offline, disabled or null."),
         ("run_dir", 5, "run_dir=5, but it is text; put it in quotes: run_dir=\"'5'\"."),
     ],

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import sac
 import torch
+from common.blocks import Batch, as_block
 from common.config import CONF, register_resolvers
-from common.losses import Batch, as_block
 from common.provenance import describe_source
 from common.replay import store
 from hydra import compose, initialize_config_dir
