@@ -24,7 +24,7 @@ from common.networks import Functional, Weights, find_weights
 from common.optim import Adam, Moments, clip, decay, differentiate, move_targets
 from common.replay import describe, draw, make_buffer, store
 from common.runs import Run
-from common.streams import seeds
+from common.seeding import seeds
 from common.video import check_video, write_video
 from omegaconf import DictConfig
 from tensordict.nn import NormalParamExtractor, TensorDictModule

@@ -13,7 +13,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.errors import MissingConfigException
 from recipe_helpers import RECIPES, make_config, train
 
-from common import checkpoint, collect, compiling, config, envs, evaluate, streams  # isort: skip
+from common import checkpoint, collect, compiling, config, envs, evaluate, seeding  # isort: skip
 from common.replay import describe, draw, make_buffer  # isort: skip
 from common.runs import Clock, Run  # isort: skip
 
@@ -205,7 +205,7 @@ def test_the_horizon_is_no_termination(end, terminated):
         lambda seen: seen.set("action", torch.ones(1)),
         seed=0,
         random_frames=0,
-        stream=streams.Stream(0, device),
+        stream=seeding.Stream(0, device),
         device=device,
     )
     data = torch.stack([acting.step() for _ in range(end)])
@@ -224,7 +224,7 @@ def test_streams_do_not_disturb_one_another():
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    stream = streams.Stream(7, device)
+    stream = seeding.Stream(7, device)
     with stream:
         inside = torch.rand(2)
     outside = torch.rand(2)
@@ -238,8 +238,8 @@ def test_streams_do_not_disturb_one_another():
     with stream:
         assert torch.equal(torch.rand(2), more)
     assert torch.equal(torch.rand(2), expected[2:])
-    assert len(set(streams.seeds(0).values())) == 4
-    assert streams.seeds(0) != streams.seeds(1)
+    assert len(set(seeding.seeds(0).values())) == 4
+    assert seeding.seeds(0) != seeding.seeds(1)
 
 
 class Counting(torch.nn.Module):
