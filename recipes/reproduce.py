@@ -36,7 +36,7 @@ _SETTINGS = {"k": "replay.k"} | {n: n for n in ("replay_ratio", "actor_l2", "gra
 
 
 @dataclass(frozen=True)
-class Cell:
+class Setting:
     """One setting of a table, which runs with several seeds; `given` differs from the defaults."""
 
     algorithm: str
@@ -59,7 +59,7 @@ class Cell:
         return paper.setting(name, self.algorithm, self.env, self.kind)
 
 
-def tables() -> dict[str, list[Cell]]:
+def tables() -> dict[str, list[Setting]]:
     """The cells of each table, by its name."""
     with (Path(paper.__file__).parent / "paper.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -67,15 +67,15 @@ def tables() -> dict[str, list[Cell]]:
     # Tables that the ablations do not hold: all methods at NMER's settings.
     five = [env for env in paper.LOCOMOTION if env != "Humanoid"]
     kinds = ("1nn", "mixup", "s4rl", "noisy", "nmer")
-    cells["additional"] = [Cell("td3", env, kind) for env in five for kind in kinds]
-    cells["sunrise"] = [Cell("td3", env, "nmer") for env in five if env != "Swimmer"]
+    cells["additional"] = [Setting("td3", env, kind) for env in five for kind in kinds]
+    cells["sunrise"] = [Setting("td3", env, "nmer") for env in five if env != "Swimmer"]
     for row in rows:
         name = f"{row['algorithm'].lower()}-{row['env']}"
         cells.setdefault(name, []).append(_cell(row))
     return cells
 
 
-def _cell(row: dict[str, str]) -> Cell:
+def _cell(row: dict[str, str]) -> Setting:
     """A row of the ablations; defaults are not given, so that tables share their runs."""
     algorithm, env, kind = row["algorithm"].lower(), row["env"], _KINDS[row["replay"]]
     given = []
@@ -87,10 +87,10 @@ def _cell(row: dict[str, str]) -> Cell:
                 given.append(f"{name}={value:g}")
         elif column == "grad_clip" and default is not None:
             given.append("grad_clip=null")
-    return Cell(algorithm, env, kind, tuple(given))
+    return Setting(algorithm, env, kind, tuple(given))
 
 
-def commands(cells: list[Cell], seeds: int, launcher: str) -> list[str]:
+def commands(cells: list[Setting], seeds: int, launcher: str) -> list[str]:
     """As few command lines as make exactly these cells."""
     methods: dict[tuple[str, tuple[str, ...], str], list[str]] = {}
     for cell in cells:
@@ -115,13 +115,13 @@ class Costs:
     update: float
     step: float
 
-    def seconds(self, cell: Cell) -> float:
+    def seconds(self, cell: Setting) -> float:
         """Of one run of a cell, if each episode of an evaluation lasts to its limit."""
         steps = EVALUATIONS * EPISODES * LIMIT
         return FRAMES * self.frame + cell.updates * self.update + steps * self.step
 
 
-def measure(cell: Cell, seconds: float) -> Costs:
+def measure(cell: Setting, seconds: float) -> Costs:
     """Runs a cell for about so many seconds, at its settings, and stops it."""
     from common.config import register_resolvers
     from hydra import compose, initialize_config_dir
@@ -186,7 +186,7 @@ def _interrupted(folder: Path, seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def estimate(cells: list[Cell], seeds: int) -> None:
+def estimate(cells: list[Setting], seeds: int) -> None:
     """Measures each algorithm at the setting that computes most, and prints hours."""
     algorithms = sorted({cell.algorithm for cell in cells})
     total = 0.0
@@ -211,7 +211,7 @@ def estimate(cells: list[Cell], seeds: int) -> None:
     )
 
 
-def describe(name: str, cells: list[Cell], seeds: int) -> str:
+def describe(name: str, cells: list[Setting], seeds: int) -> str:
     """How much a table computes, in one line."""
     runs, updates = len(cells) * seeds, sum(cell.updates for cell in cells) * seeds
     return f"{name}: {runs} runs, {runs * FRAMES:,} frames, {updates:,} gradient steps"

@@ -12,54 +12,62 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from common.blocks import Batch, as_block
 from common.checkpoint import Checkpoint
 from common.collect import make_collector
-from common.compiling import Results, maybe_capture, maybe_compile
+from common.compiling import Results, over_blocks
 from common.config import run_recipe
 from common.envs import make_env
 from common.evaluate import Evaluator
-from common.losses import (
-    Adam,
-    Batch,
-    Moments,
-    SACLosses,
-    Weights,
-    as_block,
-    clip,
-    decay,
-    differentiate,
-    find_weights,
-    move_targets,
-)
 from common.memory import check_memory
+from common.networks import Functional, Weights, find_weights
+from common.optim import Adam, Moments, clip, decay, differentiate, move_targets
 from common.replay import describe, draw, make_buffer, store
 from common.runs import Run
-from common.streams import seeds
+from common.seeding import seeds
 from common.video import check_video, write_video
 from omegaconf import DictConfig
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.nn.functional import softplus
 from torchrl.data import Bounded
-from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.modules import MLP, ProbabilisticActor, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate
 
 from nmer_torchrl.loop import report_errors
 
 
-class State(NamedTuple):
-    """What a step moves in place."""
+class SquashedNormal(Distribution):
+    """The tanh of a Gaussian: actions in [-1, 1]."""
 
-    weights: Weights
-    moments: Moments
+    def __init__(self, loc: Tensor, scale: Tensor) -> None:
+        super().__init__(loc.shape[:-1], loc.shape[-1:], validate_args=False)
+        self.loc, self.scale = loc, scale
+
+    def draw(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns actions and their log-probabilities `[B]`; the noise is standard normal."""
+        raw = self.loc + self.scale * noise
+        normal = -noise.square() / 2 - self.scale.log() - math.log(2 * math.pi) / 2
+        slope = 2 * (math.log(2) - raw - softplus(-2 * raw))  # log of that of tanh
+        return raw.tanh(), (normal - slope).sum(-1)
+
+    def rsample_and_log_prob(self, shape: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+        """Returns the same with noise of its own, as TorchRL's losses ask for it."""
+        return self.draw(torch.randn(*shape, *self.loc.shape, device=self.loc.device))
+
+    @property
+    def deterministic_sample(self) -> Tensor:
+        """The action without noise; as TorchRL's, it stays off the bounds."""
+        return self.loc.tanh().clamp(-1 + 1e-6, 1 - 1e-6)
 
 
-class SquashedNormal(nn.Module):
-    """Draws actions in [-1, 1] by mean and scale of a Gaussian that tanh squashes."""
+class Explore(nn.Module):
+    """Draws actions by the parameters of their distribution."""
 
     def forward(self, parameters: tuple[Tensor, Tensor]) -> Tensor:
-        """A random action."""
-        loc, scale = parameters
-        return (loc + scale * torch.randn_like(loc)).tanh()
+        """Returns random actions."""
+        return SquashedNormal(*parameters).rsample_and_log_prob()[0]
 
 
 def make_agent(
@@ -75,11 +83,10 @@ def make_agent(
         TensorDictModule(network, in_keys=["observation"], out_keys=["loc", "scale"]),
         in_keys=["loc", "scale"],
         spec=spec,
-        distribution_class=TanhNormal,
-        distribution_kwargs={"low": spec.space.low, "high": spec.space.high},
+        distribution_class=SquashedNormal,
     )
     explorer = TensorDictModule(
-        nn.Sequential(network, SquashedNormal()), in_keys=["observation"], out_keys=["action"]
+        nn.Sequential(network, Explore()), in_keys=["observation"], out_keys=["action"]
     )
     critic = ValueOperator(
         MLP(in_features=observations + actions, out_features=1, **layers),
@@ -99,17 +106,76 @@ def make_agent(
     return actor, explorer, loss
 
 
+def make_losses(cfg: DictConfig, agent: SACLoss) -> Callable[[Weights, Batch, Tensor], Results]:
+    """Returns the losses, as a function of weights and batches."""
+    # Plain numbers: `torch.compile` cannot follow the config.
+    gamma, target_entropy = cfg.gamma, float(agent.target_entropy)
+    actor = Functional(agent.actor_network[0].module)
+    critic = Functional(agent.qvalue_network.module)
+
+    def losses(weights: Weights, batch: Batch, noise: Tensor) -> Results:
+        """Returns losses, entropy and its coefficient, and the rows' absolute TD errors.
+
+        The noise `[2, B, actions]` makes the actions random at the next observation and at this
+        one. The TD error is averaged over the critics.
+        """
+        (log_alpha,) = weights.log_alpha
+        alpha = log_alpha.detach().exp()
+        with torch.no_grad():
+            policy = SquashedNormal(*actor(weights.actor, batch.following))
+            action, log_prob = policy.draw(noise[0])
+            value = critic.each(weights.target_critics, batch.following, action).amin(0)
+            goal = batch.reward + gamma * ~batch.terminated * (value - alpha * log_prob)
+        errors = critic.each(weights.critics, batch.observation, batch.action) - goal
+
+        policy = SquashedNormal(*actor(weights.actor, batch.observation))
+        action, log_prob = policy.draw(noise[1])
+        # The actor's gradient passes through the critics without reaching them.
+        fixed = [weight.detach() for weight in weights.critics]
+        value = critic.each(fixed, batch.observation, action).amin(0)
+        excess = log_prob.detach() + target_entropy
+        values = {
+            "loss_qvalue": batch.mean(errors.square().sum(0)),
+            "loss_actor": batch.mean(alpha * log_prob - value),
+            "loss_alpha": batch.mean(-log_alpha * excess),
+            "entropy": -log_prob.detach().mean(),
+            "alpha": alpha,
+        }
+        return values, errors.detach().abs().mean(0)
+
+    return losses
+
+
+def make_stock_losses(agent: SACLoss) -> Callable[[Weights, Batch, Tensor], Results]:
+    """Returns the same by TorchRL's loss, which has the weights itself and draws its own noise.
+
+    Its TD errors are those of the critic that is farther off.
+    """
+
+    def losses(_: Weights, batch: Batch, __: Tensor) -> Results:
+        rows = batch.as_rows()
+        return agent(rows).to_dict(), rows["td_error"]
+
+    return losses
+
+
+class State(NamedTuple):
+    """What a step moves in place."""
+
+    weights: Weights
+    moments: Moments
+
+
 def make_update(
     cfg: DictConfig, agent: SACLoss
 ) -> tuple[Callable[[Batch, int], Results], dict[str, Adam]]:
     """Returns the gradient steps on a block of batches as one call, and the optimizer."""
-    # Plain numbers: `torch.compile` cannot follow the config.
-    limit, l2 = cfg.grad_clip, cfg.actor_l2
-    tau = cfg.tau
+    limit, l2, tau = cfg.grad_clip, cfg.actor_l2, cfg.tau
     SoftUpdate(agent, tau=tau)  # makes the targets; `move_targets` moves them
-    weights, loss = find_weights(agent), SACLosses(agent)
-    groups = (weights.actor, weights.critics, weights.log_alpha)
-    optimizer = Adam([weight for group in groups for weight in group], lr=cfg.lr)
+    stock = cfg.losses == "torchrl"
+    get_losses = make_stock_losses(agent) if stock else make_losses(cfg, agent)
+    weights = find_weights(agent)
+    optimizer = Adam([*weights.actor, *weights.critics, *weights.log_alpha], lr=cfg.lr)
 
     def step(state: State, batch: Batch, noise: Tensor) -> Results:
         """One gradient step on everything."""
@@ -120,7 +186,7 @@ def make_update(
         def total_loss(learned: list[Tensor]) -> tuple[Tensor, Results]:
             actor, critics, log_alpha = learned[:first], learned[first:second], learned[second:]
             own = weights._replace(actor=actor, critics=critics, log_alpha=log_alpha)
-            losses, errors = loss(own, batch, noise)
+            losses, errors = get_losses(own, batch, noise)
             total = losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"]
             total = total + l2 * decay(actor) if l2 else total
             return total, ({name: value.detach() for name, value in losses.items()}, errors)
@@ -132,17 +198,12 @@ def make_update(
         move_targets(weights, tau)
         return results
 
-    steps = maybe_compile(cfg, step)
-
-    def run(block: Batch, noise: Tensor) -> Results:
-        return steps(State(weights, optimizer.moments), block, noise)
-
-    captured = maybe_capture(cfg, run)
+    steps = over_blocks(cfg, step, lambda: State(weights, optimizer.moments))
 
     def update(block: Batch, done: int) -> Results:
         """A step on each batch of a block `[K, B]`; how many were made before does not matter."""
         count, size, width = block.action.shape
-        return captured(block, torch.randn(count, 2, size, width, device=block.action.device))
+        return steps(block, torch.randn(count, 2, size, width, device=block.action.device))
 
     return update, {"optimizer": optimizer}
 

@@ -12,29 +12,19 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from common.blocks import Batch, as_block
 from common.checkpoint import Checkpoint
 from common.collect import make_collector
-from common.compiling import Results, maybe_capture, maybe_compile
+from common.compiling import Results, over_blocks
 from common.config import run_recipe
 from common.envs import make_env
 from common.evaluate import Evaluator
-from common.losses import (
-    Adam,
-    Batch,
-    Moments,
-    TD3Losses,
-    Weights,
-    as_block,
-    clip,
-    decay,
-    differentiate,
-    find_weights,
-    move_targets,
-)
 from common.memory import check_memory
+from common.networks import Functional, Weights, find_weights
+from common.optim import Adam, Moments, clip, decay, differentiate, move_targets
 from common.replay import describe, draw, make_buffer, store
 from common.runs import Run
-from common.streams import seeds
+from common.seeding import seeds
 from common.video import check_video, write_video
 from omegaconf import DictConfig
 from tensordict.nn import TensorDictModule
@@ -46,22 +36,7 @@ from torchrl.objectives import SoftUpdate, TD3Loss
 from nmer_torchrl.loop import report_errors
 
 
-class Turn(NamedTuple):
-    """What else a step of the critics moves; it depends on the step's number alone."""
-
-    actor: bool
-    targets: bool
-
-
-class State(NamedTuple):
-    """What a step moves in place."""
-
-    weights: Weights
-    actor_moments: Moments
-    critic_moments: Moments
-
-
-class GaussianNoise(nn.Module):
+class ExplorationNoise(nn.Module):
     """Adds noise to actions, and keeps them in [-1, 1]."""
 
     def __init__(self, sigma: float) -> None:
@@ -84,7 +59,7 @@ def make_agent(
     )
     keys = {"in_keys": ["observation"], "out_keys": ["action"]}
     actor = TensorDictModule(network, **keys)
-    noise = GaussianNoise(cfg.exploration_noise)
+    noise = ExplorationNoise(cfg.exploration_noise)
     explorer = TensorDictModule(nn.Sequential(network, noise), **keys)
     critic = ValueOperator(
         MLP(in_features=observations + actions, out_features=1, **layers),
@@ -106,16 +81,74 @@ def make_agent(
     return actor, explorer, loss
 
 
+def make_losses(
+    cfg: DictConfig, agent: TD3Loss
+) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]:
+    """Returns the losses of the critics and of the actor, as functions of weights and batches."""
+    # Plain numbers: `torch.compile` cannot follow the config.
+    gamma, sigma, limit = cfg.gamma, cfg.target_noise, cfg.target_noise_clip
+    actor = Functional(agent.actor_network.module)
+    critic = Functional(agent.qvalue_network.module)
+
+    def critic_loss(weights: Weights, batch: Batch, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the loss, summed over critics, and the rows' absolute errors, averaged over them.
+
+        The noise `[B, actions]` is standard normal.
+        """
+        with torch.no_grad():
+            action = actor(weights.target_actor, batch.following)
+            action = (action + (sigma * noise).clamp(-limit, limit)).clamp(-1, 1)
+            value = critic.each(weights.target_critics, batch.following, action).amin(0)
+            goal = batch.reward + gamma * ~batch.terminated * value
+        errors = critic.each(weights.critics, batch.observation, batch.action) - goal
+        return batch.mean(errors.square().sum(0)), errors.detach().abs().mean(0)
+
+    def actor_loss(weights: Weights, batch: Batch) -> Tensor:
+        """Returns the negative value of what the actor does, by the first critic."""
+        action = actor(weights.actor, batch.observation)
+        first = [weight.detach()[:1] for weight in weights.critics]
+        return batch.mean(-critic.each(first, batch.observation, action)[0])
+
+    return critic_loss, actor_loss
+
+
+def make_stock_losses(
+    agent: TD3Loss,
+) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]:
+    """Returns the same by TorchRL's loss, which has the weights itself and draws its own noise."""
+
+    def critic_loss(_: Weights, batch: Batch, __: Tensor) -> tuple[Tensor, Tensor]:
+        loss, details = agent.value_loss(batch.as_rows())
+        return loss, details["td_error"].detach().sqrt().mean(0)
+
+    return critic_loss, lambda _, batch: agent.actor_loss(batch.as_rows())[0]
+
+
+class Turn(NamedTuple):
+    """What else a step of the critics moves; it depends on the step's number alone."""
+
+    actor: bool
+    targets: bool
+
+
+class State(NamedTuple):
+    """What a step moves in place."""
+
+    weights: Weights
+    actor_moments: Moments
+    critic_moments: Moments
+
+
 def make_update(
     cfg: DictConfig, agent: TD3Loss
 ) -> tuple[Callable[[Batch, int], Results], dict[str, Adam]]:
     """Returns the gradient steps on a block of batches as one call, and the optimizers."""
-    # Plain numbers: `torch.compile` cannot follow the config.
     delay, interval = cfg.policy_delay, cfg.target_interval
-    limit, l2 = cfg.grad_clip, cfg.actor_l2
-    tau = cfg.tau
+    limit, l2, tau = cfg.grad_clip, cfg.actor_l2, cfg.tau
     SoftUpdate(agent, tau=tau)  # makes the targets; `move_targets` moves them
-    weights, loss = find_weights(agent), TD3Losses(agent)
+    stock = cfg.losses == "torchrl"
+    critic_loss, actor_loss = make_stock_losses(agent) if stock else make_losses(cfg, agent)
+    weights = find_weights(agent)
     actor_optimizer = Adam(weights.actor, lr=cfg.lr)
     critic_optimizer = Adam(weights.critics, lr=cfg.lr)
 
@@ -123,31 +156,27 @@ def make_update(
         """One step of the critics, and in their turn of the actor and of the targets."""
         weights, actor_moments, critic_moments = state
 
-        def critic_loss(critics: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            total, errors = loss.critic_loss(weights._replace(critics=critics), batch, noise)
-            return total, (total.detach(), errors)
+        def of_critics(critics: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            loss, errors = critic_loss(weights._replace(critics=critics), batch, noise)
+            return loss, (loss.detach(), errors)
 
-        def actor_loss(actor: list[Tensor]) -> tuple[Tensor, Tensor]:
-            total = loss.actor_loss(weights._replace(actor=actor), batch)
-            return total + l2 * decay(actor) if l2 else total, total.detach()
+        def of_actor(actor: list[Tensor]) -> tuple[Tensor, Tensor]:
+            loss = actor_loss(weights._replace(actor=actor), batch)
+            return loss + l2 * decay(actor) if l2 else loss, loss.detach()
 
-        gradients, (loss_qvalue, errors) = differentiate(critic_loss, weights.critics)
+        gradients, (loss_qvalue, errors) = differentiate(of_critics, weights.critics)
         critic_optimizer.move(weights.critics, clip(gradients, limit), critic_moments)
         losses = {"loss_qvalue": loss_qvalue}
         if turn.actor:
-            gradients, losses["loss_actor"] = differentiate(actor_loss, weights.actor)
+            gradients, losses["loss_actor"] = differentiate(of_actor, weights.actor)
             actor_optimizer.move(weights.actor, clip(gradients, limit), actor_moments)
         if turn.targets:
             move_targets(weights, tau)
         return losses, errors
 
-    steps = maybe_compile(cfg, step)
-
-    def run(block: Batch, noise: Tensor, turns: tuple[Turn, ...]) -> Results:
-        state = State(weights, actor_optimizer.moments, critic_optimizer.moments)
-        return steps(state, block, noise, turns)
-
-    captured = maybe_capture(cfg, run)
+    steps = over_blocks(
+        cfg, step, lambda: State(weights, actor_optimizer.moments, critic_optimizer.moments)
+    )
 
     def update(block: Batch, done: int) -> Results:
         """A step on each batch of a block `[K, B]`, after so many steps."""
@@ -155,7 +184,7 @@ def make_update(
             Turn(n % delay == 0, n % interval == 0)
             for n in range(done + 1, done + 1 + len(block.reward))
         )
-        return captured(block, torch.randn_like(block.action), turns)
+        return steps(block, torch.randn_like(block.action), turns)
 
     return update, {"actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer}
 

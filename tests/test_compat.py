@@ -200,7 +200,7 @@ RECIPES = {
     "common/checkpoint.py": {"_rng"},  # of TorchRL's samplers, whose state names a device
     "common/compiling.py": {"_dynamo"},  # torch's, a setting of the compiler
     "common/envs.py": {"_elapsed_steps"},  # Gymnasium's
-    "common/losses.py": {  # torch's
+    "common/optim.py": {  # torch's
         "_foreach_add",
         "_foreach_addcmul",
         "_foreach_div",

@@ -168,7 +168,7 @@ def test_neighbors_on_cuda_are_those_of_the_definition(search, cuda):
 OPERATIONS = {"uniform": 8, "graph": 24, "keops": 32, "torch": 50}
 READS = {  # of a sample, an add, an extend, and of a row that a recipe stores
     "uniform": (0, 0, 1, 0),
-    "graph": (0, 0, 1, 1),
+    "graph": (0, 0, 1, 0),
     "keops": (1, 0, 1, 0),  # KeOps's own
     "torch": (1, 0, 1, 0),
 }

@@ -136,7 +136,7 @@ def check_python(words: list[str], monkeypatch) -> None:
         return
     path = ROOT / words[0]
     assert path.exists(), f"there is no {words[0]}"
-    if path.stem in ("sac", "td3", "manifold", "baseline"):
+    if path.stem in ("sac", "td3", "on_manifold", "baseline"):
         check_recipe("td3" if path.stem == "baseline" else path.stem, words[1:])
     else:
         check_script(path, words[1:], monkeypatch)
@@ -247,7 +247,7 @@ def test_the_recipes_page_has_every_setting():
 
 def test_the_manifold_page_has_every_setting():
     keys = first_column(ROOT / "docs" / "manifold.md", "key")
-    assert sorted(keys) == sorted(make_config("manifold"))
+    assert sorted(keys) == sorted(make_config("on_manifold"))
 
 
 def test_the_recipes_page_has_every_choice_of_a_group():

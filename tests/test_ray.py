@@ -18,7 +18,7 @@ from common import config, remote  # isort: skip
 from common.collect import FrameCollector, make_collector  # isort: skip
 from common.envs import make_env  # isort: skip
 from common.runs import Run  # isort: skip
-from common.streams import Stream, seeds  # isort: skip
+from common.seeding import Stream, seeds  # isort: skip
 from nmer_torchrl import make_replay_buffer
 
 needs_ray = pytest.mark.skipif(remote.ray is None, reason="Ray is not installed")

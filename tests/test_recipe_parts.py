@@ -13,7 +13,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.errors import MissingConfigException
 from recipe_helpers import RECIPES, make_config, train
 
-from common import checkpoint, collect, compiling, config, envs, evaluate, streams  # isort: skip
+from common import checkpoint, collect, compiling, config, envs, evaluate, seeding  # isort: skip
 from common.replay import describe, draw, make_buffer  # isort: skip
 from common.runs import Clock, Run  # isort: skip
 
@@ -98,12 +98,13 @@ def test_evaluations_and_checkpoints_are_shares_of_the_run():
         ("grad_clip=0", "null for no clipping"),
         ("seed=one", "seed=one"),
         ("device=tpu9", "device=tpu9 is not there .*; try cpu"),
+        ("losses=torchrl compile=true", "losses=torchrl is not compiled"),
         ("storage_device=meta", "on the device of the updates, cpu, or on the cpu"),
     ],
 )
 def test_values_that_no_run_could_use_are_refused(override, words):
     with pytest.raises(config.UsageError, match=words):
-        config.check(make_config("sac", override))
+        config.check(make_config("sac", *override.split()))
 
 
 @pytest.mark.parametrize(("group", "known"), [("replay", "nmer"), ("logger", "wandb")])
@@ -205,7 +206,7 @@ def test_the_horizon_is_no_termination(end, terminated):
         lambda seen: seen.set("action", torch.ones(1)),
         seed=0,
         random_frames=0,
-        stream=streams.Stream(0, device),
+        stream=seeding.Stream(0, device),
         device=device,
     )
     data = torch.stack([acting.step() for _ in range(end)])
@@ -224,7 +225,7 @@ def test_streams_do_not_disturb_one_another():
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    stream = streams.Stream(7, device)
+    stream = seeding.Stream(7, device)
     with stream:
         inside = torch.rand(2)
     outside = torch.rand(2)
@@ -238,8 +239,8 @@ def test_streams_do_not_disturb_one_another():
     with stream:
         assert torch.equal(torch.rand(2), more)
     assert torch.equal(torch.rand(2), expected[2:])
-    assert len(set(streams.seeds(0).values())) == 4
-    assert streams.seeds(0) != streams.seeds(1)
+    assert len(set(seeding.seeds(0).values())) == 4
+    assert seeding.seeds(0) != seeding.seeds(1)
 
 
 class Counting(torch.nn.Module):
@@ -312,6 +313,7 @@ def test_updates_are_compiled_where_it_pays(monkeypatch):
     assert not compiles(True, long)  # on a CPU it does not
     assert not compiles(True, short, cuda, "replay_ratio=1")
     assert not compiles(True, long, cuda, "compile=false")
+    assert not compiles(True, long, cuda, "losses=torchrl")
     assert compiles(True, short, "replay_ratio=1", "compile=true")
     assert not compiles(False, long, cuda)
     with pytest.raises(config.UsageError, match=r"does not work here \(no c\+\+\)"):

@@ -18,6 +18,7 @@ from recipe_helpers import (
     metrics,
     run,
     train,
+    train_and_kill,
     without_times,
 )
 
@@ -159,6 +160,14 @@ def test_the_replay_method_changes_neither_networks_nor_random_frames(tmp_path):
         Run(make_config("sac", *TINY, *arguments, "replay=nmer", f"run_dir={tmp_path / 'nmer'}"))
     with pytest.raises(config.UsageError, match="is complete"):
         Run(make_config("sac", *TINY, *arguments, "replay=nmer", f"resume={tmp_path / 'nmer'}"))
+
+
+@pytest.mark.parametrize("recipe", ["td3", "sac"])
+def test_a_run_by_the_losses_of_torchrl_goes_on_by_those_of_the_recipe(recipe, tmp_path):
+    train_and_kill(recipe, tmp_path, "losses=torchrl", "replay=per", "random_frames=20")
+    rows = train(recipe, tmp_path, "replay=per", "random_frames=20", "resume=auto")
+    assert [row["frames"] for row in rows] == ["24", "48"]
+    assert all(float(row["train/loss_qvalue"]) > 0 for row in rows)
 
 
 @TD3

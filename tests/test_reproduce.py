@@ -9,7 +9,7 @@ import pytest
 from recipe_helpers import RECIPES, environment, expand, make_config
 
 import reproduce  # isort: skip
-from reproduce import Cell, Costs, commands, costs, main, tables  # isort: skip
+from reproduce import Setting, Costs, commands, costs, main, tables  # isort: skip
 
 pytestmark = pytest.mark.usefixtures("only_recipe_configs")
 
@@ -81,7 +81,7 @@ def test_costs_are_read_off_the_rows_of_a_run():
     assert found.frame == pytest.approx(0.2 * 100 / 20)
     assert found.update == pytest.approx(0.6 * 100 / 40)
     assert found.step == pytest.approx(0.2 * 100 / (2 * 5 * 100))
-    cell = Cell("td3", "Ant", "uniform")
+    cell = Setting("td3", "Ant", "uniform")
     expected = 200_000 * 0.25 + 190_000 * 0.5 + 100 * 5 * 1_000 * 0.125
     assert Costs(0.25, 0.5, 0.125).seconds(cell) == expected
 

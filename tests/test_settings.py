@@ -142,6 +142,7 @@ def test_a_number_is_refused_outside_its_range_and_its_type(name):
         ("tau", None, "tau=null, but it is a number above 0, at most 1."),
         ("video", "yes", "video=yes, but it is true or false."),
         ("compile", 1, "compile=1, but it is true, false or auto."),
+        ("losses", "mine", "losses=mine, but it is direct or torchrl."),
         ("logger.mode", "on", "logger.mode=on, but it is online, offline, disabled or null."),
         ("run_dir", 5, "run_dir=5, but it is text; put it in quotes: run_dir=\"'5'\"."),
     ],
@@ -222,7 +223,7 @@ def check_names(recipe: str, *overrides: str) -> None:
         ("sac", "replay.metric={euclidean:{weights:{action:0.5}}} ++gamma=0.9"),
         ("sac", "replay.fraction={linear:{first:1,last:0,rows:1e6}} logger.group=mine"),
         ("sac", "replay=uniform replay.kind=stable-baselines3 logger=csv"),
-        ("manifold", "+methods.mine={kind:nmer,k:3} +methods.mixup.fraction=0.5"),
+        ("on_manifold", "+methods.mine={kind:nmer,k:3} +methods.mixup.fraction=0.5"),
     ],
 )
 def test_settings_that_exist_are_known(recipe, overrides):
@@ -242,8 +243,8 @@ def test_settings_that_exist_are_known(recipe, overrides):
         ("sac", "replay=uniform +replay.k=3", r"no setting replay.k with replay=uniform\."),
         ("sac", "logger=csv +logger.project=x", r"no setting logger.project with logger=csv"),
         ("sac", "+collector.workers=2", r"no setting collector.workers with collector=local"),
-        ("manifold", "+replay.k=3", r"no setting replay"),
-        ("manifold", "+method.x=3", r"no setting method.*Known are: alpha, "),
+        ("on_manifold", "+replay.k=3", r"no setting replay"),
+        ("on_manifold", "+method.x=3", r"no setting method.*Known are: alpha, "),
     ],
 )
 def test_unknown_settings_are_refused_with_what_is_allowed(recipe, overrides, message):
@@ -298,7 +299,7 @@ def test_words_that_hydra_understands_are_left_to_it(line):
         ("td3", "gama=0.9", "td3.py: There is no setting gama. Did you mean gamma? Known are: "),
         ("td3", "+foo=1", "td3.py: There is no setting foo. Known are: "),
         ("td3", "~lr", "td3.py: The setting lr is missing"),
-        ("manifold", "+env.kwargs.x=1", "manifold.py: There is no setting env.kwargs"),
+        ("on_manifold", "+env.kwargs.x=1", "on_manifold.py: There is no setting env.kwargs"),
     ],
 )
 def test_a_wrong_setting_ends_the_command_before_it_trains(recipe, words, message, monkeypatch):

@@ -12,7 +12,8 @@ from recipe_helpers import make_batch, make_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common import compiling, losses  # isort: skip
+from common import compiling, networks, optim  # isort: skip
+from common.blocks import Batch, as_block  # isort: skip
 from common.compiling import Captured  # isort: skip
 
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ def make_agent(algorithm, *overrides, device=CPU):
 def make_blocks(*sizes, seed=0, device=CPU):
     torch.manual_seed(seed)
     rows = [make_batch(n * ROWS, OBSERVATIONS, ACTIONS) for n in sizes]
-    return [losses.as_block(batch, ROWS, device) for batch in rows]
+    return [as_block(batch, ROWS, device) for batch in rows]
 
 
 def state_of(agent, optimizers):
@@ -44,56 +45,105 @@ def state_of(agent, optimizers):
 def test_losses_and_targets_are_those_of_torchrl_and_errors_are_averaged(algorithm):
     batch = make_batch(32, OBSERVATIONS, ACTIONS)
     batch["priority_weight"] = torch.rand(32)
+    (block,) = as_block(batch, 32, CPU).unbind()
     found = {}
-    for ours in (True, False):
-        agent, cfg, _ = make_agent(algorithm)
+    for stock in (True, False):
+        agent, cfg, recipe = make_agent(algorithm)
         target = torchrl.objectives.SoftUpdate(agent, tau=cfg.tau)
         with torch.no_grad():  # targets that differ from what they follow
             for parameter in agent.parameters():
                 parameter += torch.randn_like(parameter) / 10
-        weights = losses.find_weights(agent)
-        losses.move_targets(weights, cfg.tau) if ours else target.step()
+        weights = networks.find_weights(agent)
+        target.step() if stock else optim.move_targets(weights, cfg.tau)
+        losses = recipe.make_stock_losses(agent) if stock else recipe.make_losses(cfg, agent)
         torch.manual_seed(1)
-        rows = batch.clone()
-        if ours:
-            (block,) = losses.as_block(rows, 32, CPU).unbind()
-            noise = torch.stack([torch.randn(32, ACTIONS) for _ in range(2)])
-        if algorithm == "sac" and ours:
-            values, errors = losses.SACLosses(agent)(weights, block, noise)
-        elif algorithm == "sac":
-            values = agent(rows).to_dict()
-            errors = rows["td_error"]
-        elif ours:
-            direct = losses.TD3Losses(agent)
-            value, errors = direct.critic_loss(weights, block, noise[0])
-            values = {"value": value, "policy": direct.actor_loss(weights, block)}
+        noise = None if stock else torch.stack([torch.randn(32, ACTIONS) for _ in range(2)])
+        if algorithm == "sac":
+            values, errors = losses(weights, block, noise)
         else:
-            (value, details), (policy, _) = agent.value_loss(rows), agent.actor_loss(rows)
-            values = {"value": value, "policy": policy}
-            errors = details["td_error"].sqrt()
+            value, errors = losses[0](weights, block, None if stock else noise[0])
+            values = {"value": value, "policy": losses[1](weights, block)}
         learned = [value for value in values.values() if value.requires_grad]
         sum(learned).backward()
         gradients = {name: p.grad for name, p in agent.named_parameters()}
-        found[ours] = (values, gradients, dict(agent.named_buffers()))
-        found[ours, "errors"] = errors
+        assert any(gradient is not None for gradient in gradients.values())
+        found[stock] = (values, gradients, dict(agent.named_buffers()))
+        found[stock, "errors"] = errors
     assert len(learned) == (2 if algorithm == "td3" else 3)
     torch.testing.assert_close(found[True], found[False])
-    if algorithm == "td3":  # TorchRL has a row for each critic
-        torch.testing.assert_close(found[True, "errors"], found[False, "errors"].mean(0))
-    else:  # and here only the largest
-        assert (found[True, "errors"] <= found[False, "errors"]).all()
-        assert (found[True, "errors"] < found[False, "errors"]).any()
+    if algorithm == "td3":
+        torch.testing.assert_close(found[True, "errors"], found[False, "errors"])
+    else:  # TorchRL has the larger of both
+        assert (found[False, "errors"] <= found[True, "errors"]).all()
+        assert (found[False, "errors"] < found[True, "errors"]).any()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_step_by_the_losses_of_torchrl_is_the_same(algorithm, monkeypatch):
+    as_rows = Batch.as_rows
+
+    def draw_again(batch):
+        torch.manual_seed(1)  # the noise that the other step has
+        return as_rows(batch)
+
+    monkeypatch.setattr(Batch, "as_rows", draw_again)
+    (block,), states = make_blocks(1), []
+    for losses in ("direct", "torchrl"):
+        options = ["policy_delay=1"] if algorithm == "td3" else []
+        agent, cfg, recipe = make_agent(algorithm, f"losses={losses}", *options)
+        update, optimizers = recipe.make_update(cfg, agent)
+        torch.manual_seed(1)
+        values, _ = update(block, 0)
+        states.append((values, state_of(agent, optimizers)))
+    torch.testing.assert_close(*states, rtol=1e-4, atol=1e-6)
+
+
+def test_the_policy_of_sac_is_the_tanh_of_a_gaussian():
+    sac, found = importlib.import_module("sac"), []
+    torch.manual_seed(0)
+    loc, scale = torch.randn(50, ACTIONS), torch.rand(50, ACTIONS) + 0.1
+    for distribution in (sac.SquashedNormal, torchrl.modules.TanhNormal):
+        parameters = [loc.clone().requires_grad_(), scale.clone().requires_grad_()]
+        policy = distribution(*parameters)
+        torch.manual_seed(1)
+        action, log_prob = policy.rsample_and_log_prob()
+        (log_prob.sum() + (action * loc).sum()).backward()
+        gradients = [parameter.grad for parameter in parameters]
+        found.append((action, log_prob, gradients))
+        found[-1] += (distribution(20 * loc, scale).deterministic_sample,)  # some are at the bounds
+    torch.testing.assert_close(*found)
+    assert torch.equal(found[0][-1], found[1][-1])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_learning_calls_the_networks_that_act(algorithm):
+    agent, cfg, _ = make_agent(algorithm)
+    torchrl.objectives.SoftUpdate(agent, tau=cfg.tau)
+    actor = agent.actor_network if algorithm == "td3" else agent.actor_network[0]
+    seen = torch.randn(5, OBSERVATIONS)
+    inner = actor.module[0][1]
+    assert isinstance(inner, torch.nn.ReLU)
+    actor.module[0][1] = torch.nn.SiLU()  # chosen once, where the network is made
+    weights = networks.find_weights(agent).actor
+    with agent.actor_network_params.to_module(agent.actor_network):
+        acts = actor.module(seen)
+    torch.testing.assert_close(networks.Functional(actor.module)(weights, seen), acts)
 
 
 def test_targets_bootstrap_except_at_terminations():
-    agent, cfg, _ = make_agent("td3")
-    torchrl.objectives.SoftUpdate(agent, tau=cfg.tau)
-    (block,) = make_blocks(1)
-    (batch,) = block.unbind()
-    weights = losses.find_weights(agent)
-    goal = losses.TD3Losses(agent).goal(weights, batch, torch.zeros(ROWS, ACTIONS))
-    assert batch.terminated.any()
-    assert torch.equal(goal == batch.reward, batch.terminated)
+    for algorithm in ALGORITHMS:
+        agent, cfg, recipe = make_agent(algorithm)
+        torchrl.objectives.SoftUpdate(agent, tau=cfg.tau)
+        (block,) = make_blocks(1)
+        (batch,) = block.unbind()
+        assert batch.terminated.any()
+        assert not batch.terminated.all()
+        weights, noise = networks.find_weights(agent), torch.zeros(2, ROWS, ACTIONS)
+        losses, noise = recipe.make_losses(cfg, agent), noise if algorithm == "sac" else noise[0]
+        losses = losses if algorithm == "sac" else losses[0]
+        other = weights._replace(target_critics=[w + 1 for w in weights.target_critics])
+        errors = [losses(these, batch, noise)[1] for these in (weights, other)]
+        assert torch.equal(errors[0] == errors[1], batch.terminated)
 
 
 @pytest.mark.parametrize(("delay", "interval", "l2", "limit"), [(2, 1, 0, "null"), (3, 2, 0.1, 1)])
@@ -114,8 +164,8 @@ def test_blocks_of_td3_make_the_steps_of_a_plain_loop(delay, interval, l2, limit
     # The same with torch's optimizers and TorchRL's targets, a batch at a time.
     other, _, _ = make_agent("td3", *options)
     target = torchrl.objectives.SoftUpdate(other, tau=cfg.tau)
-    direct = losses.TD3Losses(other)
-    held = losses.find_weights(other)
+    critic_loss, actor_loss = recipe.make_losses(cfg, other)
+    held = networks.find_weights(other)
     actor, critics = held.actor, held.critics
     optimizers = [torch.optim.Adam(weights, lr=cfg.lr) for weights in (actor, critics)]
     torch.manual_seed(1)
@@ -124,13 +174,13 @@ def test_blocks_of_td3_make_the_steps_of_a_plain_loop(delay, interval, l2, limit
         noise = torch.randn_like(block.action)
         for i, batch in enumerate(block.unbind()):
             number += 1
-            steps = [(direct.critic_loss(held, batch, noise[i])[0], critics, optimizers[1])]
+            steps = [(critic_loss(held, batch, noise[i])[0], critics, optimizers[1])]
             if number % delay == 0:
                 steps.append((None, actor, optimizers[0]))
             for total, weights, optimizer in steps:
                 if total is None:
                     decay = sum(w.square().sum() for w in actor if w.ndim == 2) / 2
-                    total = direct.actor_loss(held, batch) + l2 * decay
+                    total = actor_loss(held, batch) + l2 * decay
                 optimizer.zero_grad()
                 total.backward(inputs=weights)
                 if limit != "null":
@@ -182,10 +232,10 @@ def test_code_that_is_generated_for_a_loop_gives_the_numbers_of_its_steps(tmp_pa
     found = {}
     for compiled in (True, False):
         torch.manual_seed(0)
-        weights = losses.Weights(
+        weights = networks.Weights(
             [], [torch.randn(1, 2).requires_grad_()], [], [], [torch.ones(1, 2)]
         )
-        optimizer = losses.Adam(weights.critics, lr=0.01)
+        optimizer = optim.Adam(weights.critics, lr=0.01)
 
         def step(state, batch, noise, turn, optimizer=optimizer):
             weights, moments = state
@@ -194,17 +244,17 @@ def test_code_that_is_generated_for_a_loop_gives_the_numbers_of_its_steps(tmp_pa
                 error = batch.observation @ critics[0].T - batch.reward.unsqueeze(1) - noise
                 return error.square().mean(), error.detach().abs().mean(-1)
 
-            gradients, errors = losses.differentiate(loss, weights.critics)
+            gradients, errors = optim.differentiate(loss, weights.critics)
             optimizer.move(weights.critics, gradients, moments)
             if turn:
-                losses.move_targets(weights, 0.1)
+                optim.move_targets(weights, 0.1)
             return {"loss": errors.mean()}, errors
 
         run = compiling.make_steps(step)
         if compiled:
             run = torch.compile(compiling.make_loop(step), fullgraph=True, dynamic=False)
         rows = [torch.randn(7, 4, 2) for _ in range(3)]
-        block = losses.Batch(*rows, torch.randn(7, 4), torch.zeros(7, 4, dtype=torch.bool))
+        block = Batch(*rows, torch.randn(7, 4), torch.zeros(7, 4, dtype=torch.bool))
         state = (weights, optimizer.moments)
         results = run(
             state, block, torch.randn(7, 4, 1), (False, True, False, True, False, True, False)
@@ -266,7 +316,7 @@ def test_a_recorded_update_gives_the_numbers_of_the_loop(algorithm, monkeypatch)
     for recorded in (True, False):
         agent, cfg, recipe = make_agent(algorithm, "grad_clip=1", "actor_l2=0.1")
         if recorded:
-            monkeypatch.setattr(recipe, "maybe_capture", lambda _, update: Captured(update))
+            monkeypatch.setattr(compiling, "maybe_capture", lambda _, update: Captured(update))
         update, optimizers = recipe.make_update(cfg, agent)
         kept = state_of(agent, optimizers)
 

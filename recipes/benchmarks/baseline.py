@@ -49,7 +49,7 @@ class Watch(BaseCallback):
         frame, run = self.num_timesteps, self.run
         self.returns += [float(i["episode"]["r"]) for i in self.locals["infos"] if "episode" in i]
         run.updates = self.model._n_updates
-        run.count(frame, None)
+        run.count(frame)
         if frame % self.cfg.eval_every == 0:
             actor = TensorDictModule(self.model.actor, ["observation"], ["action"])
             with run.clock("evaluation"), torch.no_grad():

@@ -32,7 +32,7 @@ from nmer_torchrl.methods import METHODS
 
 sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
-from common import collect, config, runs
+from common import collect, config, replay, runs
 from pretend_cuda import Waits, pretend_cuda
 
 ROOT = Path(__file__).parents[2]
@@ -108,18 +108,13 @@ def count_reads(kind: str, search: str | None, waits: Waits) -> dict[str, int]:
     """Reads of each call; `store` is what the recipes do with a new row."""
     buffer, reads = fill(kind, search, "cuda:0"), {}
 
-    def store() -> None:
-        buffer.add(rows(1)[0].to("cuda:0"))
-        if search is not None:
-            buffer.sampler.neighbors(buffer.storage, torch.empty(0, dtype=torch.int64))
-
     some = rows(10).to("cuda:0")
     for name, call in (
         ("sample", buffer.sample),
         ("add", lambda: buffer.add(some[0])),
         ("extend", lambda: buffer.extend(some)),
         ("sample after writes", buffer.sample),
-        ("store", store),
+        ("store", lambda: replay.store(buffer, rows(1)[0].to("cuda:0"), None)),
         ("sample after store", buffer.sample),
     ):
         waits.clear()

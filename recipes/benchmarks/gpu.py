@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import sac
 import torch
+from common.blocks import Batch, as_block
 from common.config import CONF, register_resolvers
-from common.losses import Batch, as_block
 from common.provenance import describe_source
 from common.replay import store
 from hydra import compose, initialize_config_dir
@@ -50,7 +50,7 @@ _SECONDS = 0.5  # that one measurement takes, about
 _MOST = 200  # calls
 
 
-class Cell(NamedTuple):
+class Measurement(NamedTuple):
     """One measurement."""
 
     what: str
@@ -149,7 +149,7 @@ def measure(
         yield "frame", batches, seconds(lambda batches=batches: frame(batches), device, warm_up=4)
 
 
-def run(args: argparse.Namespace) -> list[Cell]:
+def run(args: argparse.Namespace) -> list[Measurement]:
     """Measures until all is done or the time is up; small buffers come first."""
     device, cells = torch.device(args.device), []
     end = time.monotonic() + 60 * args.minutes
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> list[Cell]:
             with torch.device(device):
                 block = as_block(make_rows(batches * BATCH, *widths), BATCH, device)
             taken = seconds(lambda a=agents[task], b=block: a.learn(b), device, warm_up=4)
-            cells.append(Cell("update", "", sum(widths), 0, batches, 1e3 * taken))
+            cells.append(Measurement("update", "", sum(widths), 0, batches, 1e3 * taken))
     work = [(n, task, method) for n in args.sizes for task in tasks for method in args.methods]
     for n, task, method in tqdm(work, mininterval=1, disable=None):
         if time.monotonic() > end:
@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> list[Cell]:
         try:
             buffer, rows = make_buffer(method, n, *TASKS[task], device)
             for what, batches, taken in measure(buffer, rows, agents[task]):
-                cells.append(Cell(what, method, d, n, batches, 1e3 * taken))
+                cells.append(Measurement(what, method, d, n, batches, 1e3 * taken))
         except (ImportError, torch.OutOfMemoryError) as error:
             reason = str(error).splitlines()[0]
             print(f"Skipped {method} with {n:,} rows of {task}: {reason}", file=sys.stderr)
@@ -201,7 +201,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def show(cells: list[Cell], machine: dict[str, str]) -> str:
+def show(cells: list[Measurement], machine: dict[str, str]) -> str:
     """Returns a table with a column for each method, ms."""
     updates = {(c.d, c.batches): c.ms for c in cells if c.what == "update"}
     found = {(c.what, c.d, c.rows, c.batches, c.method): c.ms for c in cells}
@@ -219,15 +219,15 @@ def show(cells: list[Cell], machine: dict[str, str]) -> str:
     return f"{head}\n\n{table}\n\n{steps}"
 
 
-def write_csv(cells: list[Cell], machine: dict[str, str], path: Path) -> None:
+def write_csv(cells: list[Measurement], machine: dict[str, str], path: Path) -> None:
     """Writes a line for each measurement, with the machine beside it."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow([*Cell._fields, *machine])
+        writer.writerow([*Measurement._fields, *machine])
         writer.writerows([*cell[:-1], f"{cell.ms:.4g}", *machine.values()] for cell in cells)
 
 
-def plot(cells: list[Cell], machine: dict[str, str], path: Path) -> None:
+def plot(cells: list[Measurement], machine: dict[str, str], path: Path) -> None:
     """Draws times over the number of rows: what is measured down, widths across."""
     import matplotlib
 

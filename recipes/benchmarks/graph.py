@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,8 +21,16 @@ from typing import Any
 import numpy as np
 import torch
 from measure import make_rows, recall, write_table
+from omegaconf import OmegaConf
 from plain import TD3
+from tensordict.nn import TensorDictModule
 from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from common.collect import FrameCollector
+from common.envs import make_env
+from common.seeding import Stream
 
 from nmer_torchrl import make_replay_buffer
 from nmer_torchrl.neighbors import NeighborGraph
@@ -77,18 +86,14 @@ def bench_feed(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def bench_train(args: argparse.Namespace) -> list[dict[str, Any]]:
     """TD3 on HalfCheetah-v5 at replay ratio 20 from a buffer preloaded to 100K rows."""
-    import gymnasium
-    from tensordict import TensorDict
-
     points = torch.from_numpy(np.load(args.stream[0])["points"])[: args.rows]
-    rows = make_rows(len(points), 17, 6)
+    rows = make_rows(len(points), 17, 6).exclude(("next", "truncated"), ("next", "done"))
     rows["observation"], rows["action"] = points[:, :17].clone(), points[:, 17:].clone()
     rows["next", "observation"] = points[:, :17].roll(-1, 0)
     times: dict[str, list[float]] = {"uniform": [], "nmer": []}
     loops = {}
     for kind in times:
         torch.manual_seed(0)
-        env = gymnasium.wrappers.RescaleAction(gymnasium.make("HalfCheetah-v5"), -1.0, 1.0)
         buffer = make_replay_buffer(kind, capacity=1_000_000, batch_size=100)
         buffer.extend(rows)
         agent = TD3(17, 6, hidden=(400, 300))
@@ -97,30 +102,23 @@ def bench_train(args: argparse.Namespace) -> list[dict[str, Any]]:
             for index in tqdm(torch.arange(len(rows)).split(256), desc="lists", mininterval=1):
                 buffer.sampler.neighbors(buffer.storage, index)
             print(f"making all lists took {time.perf_counter() - begin:.0f} s")
-        loops[kind] = [env, env.reset(seed=0)[0], buffer, agent]
+        collector = FrameCollector(
+            make_env(OmegaConf.create({"id": "HalfCheetah-v5"})),
+            TensorDictModule(agent.actor, ["observation"], ["action"]),
+            seed=0,
+            random_frames=0,
+            stream=Stream(0, torch.device("cpu")),
+            device=torch.device("cpu"),
+        )
+        loops[kind] = (collector, buffer, agent)
     for _ in tqdm(range(args.rounds), desc="rounds of 50 steps"):
-        for kind, loop in loops.items():
-            env, observation, buffer, agent = loop
+        for kind, (collector, buffer, agent) in loops.items():
             begin = time.perf_counter()
             for _ in range(50):
-                action = agent.act(observation)
-                after, reward, terminated, truncated, _ = env.step(action)
-                flags = {"terminated": terminated, "truncated": truncated, "done": terminated}
-                row = {
-                    "observation": torch.as_tensor(observation, dtype=torch.float32),
-                    "action": torch.as_tensor(action),
-                    "next": TensorDict(
-                        observation=torch.as_tensor(after, dtype=torch.float32),
-                        reward=torch.tensor([reward], dtype=torch.float32),
-                        **{name: torch.tensor([value]) for name, value in flags.items()},
-                    ),
-                }
-                buffer.add(TensorDict(row))
-                observation = env.reset()[0] if terminated or truncated else after
+                buffer.add(collector.step())
                 for _ in range(20):
                     agent.update(buffer.sample())
             times[kind].append(time.perf_counter() - begin)
-            loop[1] = observation
     totals = {kind: sum(values) for kind, values in times.items()}
     frames = 50 * args.rounds
     return [

@@ -23,7 +23,7 @@ from measure import make_rows, side_by_side, write_table
 from torchrl.data import TensorDictReplayBuffer
 from tqdm import tqdm
 
-from nmer_torchrl import make_replay_buffer
+from nmer_torchrl import loop, make_replay_buffer
 from nmer_torchrl.composition import Guard
 from nmer_torchrl.methods import METHODS
 
@@ -46,8 +46,7 @@ def fill(kind: str, rows: int) -> TensorDictReplayBuffer:
     buffer.extend(data)
     if hasattr(buffer.sampler, "neighbors"):
         make_lists(buffer, kind)
-    if kind == "ero":
-        buffer.sampler.finish_episode(0.0, buffer.storage)  # has it choose rows
+    loop.finish_episode(buffer, 0.0)  # from then on ERO chooses rows
     buffer.sample()
     return buffer
 

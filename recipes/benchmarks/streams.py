@@ -6,47 +6,31 @@ python recipes/benchmarks/streams.py --env HalfCheetah-v5 --frames 30000 --out s
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
-import gymnasium
 import numpy as np
 import torch
-from plain import TD3
-from tensordict import TensorDict
+from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from nmer_torchrl import make_replay_buffer
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from common.seeding import seeds
+
+from benchmarks.experience import TrainingRun
 
 
-def record(name: str, frames: int, *, random_frames: int = 1_000, seed: int = 0) -> np.ndarray:
+def record(name: str, frames: int, *, seed: int = 0) -> np.ndarray:
     """Trains for that many frames; returns the points `[frames, d]`, float32."""
-    torch.manual_seed(seed)
-    env = gymnasium.wrappers.RescaleAction(gymnasium.make(name), -1.0, 1.0)
-    env.action_space.seed(seed)
-    observation, _ = env.reset(seed=seed)
-    agent = TD3(env.observation_space.shape[0], env.action_space.shape[0], (256, 256))
-    buffer = make_replay_buffer("uniform", capacity=frames, batch_size=100)
-    points = []
-    for frame in tqdm(range(frames), desc=name, unit="frame", mininterval=1):
-        explore = frame < random_frames
-        action = env.action_space.sample() if explore else agent.act(observation)
-        after, reward, terminated, truncated, _ = env.step(action)
-        row = {
-            "observation": torch.as_tensor(observation, dtype=torch.float32),
-            "action": torch.as_tensor(action),
-            "next": TensorDict(
-                observation=torch.as_tensor(after, dtype=torch.float32),
-                reward=torch.tensor([reward], dtype=torch.float32),
-                terminated=torch.tensor([terminated]),
-            ),
-        }
-        buffer.add(TensorDict(row))
-        points.append(np.concatenate([observation, action]).astype(np.float32))
-        observation = env.reset()[0] if terminated or truncated else after
-        if not explore:
-            agent.update(buffer.sample())
-    env.close()
-    return np.stack(points)
+    torch.manual_seed(seeds(seed)["networks"])
+    settings = {"total_frames": frames, "random_frames": 1_000, "replay_ratio": 1}
+    settings |= {"env": {"id": name}, "hidden": [256, 256], "seed": seed}
+    run = TrainingRun(OmegaConf.create(settings))
+    for _ in tqdm(range(frames), desc=name, unit="frame", mininterval=1):
+        run.step()
+    run.env.close()
+    return torch.cat([run.rows["observation"], run.rows["action"]], -1).numpy()
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from common import envs
-from common.streams import Stream
+from common.seeding import Stream
 
 if TYPE_CHECKING:
     from common.remote import RemoteCollector

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._higher_order_ops import scan  # a loop that torch.compile does not unroll
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from common.blocks import Batch
 from common.errors import UsageError
-from common.losses import Batch
 
 _WORTH = 20_000  # updates from which on compiling, about a minute, pays
 _WARM_UP = 3  # calls before a CUDA graph is captured, in which a function is compiled and tuned
@@ -99,6 +99,27 @@ def find_period(constants: tuple[tuple[Hashable, ...], ...], count: int) -> int:
     return count
 
 
+def over_blocks(
+    cfg: DictConfig, step: Callable[..., Results], get_state: Callable[[], Any]
+) -> Callable[..., Results]:
+    """Returns a call that makes a gradient step on each batch of a block `[K, B]`.
+
+    Where `cfg.compile` says so, the steps are compiled as one function, and run as a CUDA graph on
+    CUDA.
+
+    Args:
+        cfg: Of the run.
+        step: Takes the agent's state, which it moves in place, a batch, its noise and constants.
+        get_state: Returns that state, a tree of tensors.
+    """
+    steps = maybe_compile(cfg, step)
+
+    def update(block: Batch, noise: Tensor, *constants: tuple[Hashable, ...]) -> Results:
+        return steps(get_state(), block, noise, *constants)
+
+    return maybe_capture(cfg, update)
+
+
 def maybe_compile(cfg: DictConfig, step: Callable[..., Results]) -> Callable[..., Results]:
     """Returns the gradient steps on a block, compiled as a whole where `cfg.compile` says so.
 
@@ -120,8 +141,11 @@ def maybe_capture(cfg: DictConfig, update: Callable[..., Results]) -> Callable[.
 def is_worth_it(cfg: DictConfig) -> bool:
     """Returns whether to compile: as `cfg.compile` says, or for long runs on CUDA if that works.
 
-    On a CPU compiling gains little, since the products take nearly all of the time.
+    On a CPU compiling gains little, since the products take nearly all of the time. TorchRL's
+    losses are called as they are.
     """
+    if cfg.losses == "torchrl":
+        return False
     updates = (cfg.total_frames - cfg.random_frames) * cfg.replay_ratio
     on_cuda = torch.device(cfg.device).type == "cuda"
     if cfg.compile is False or not (cfg.compile is True or (on_cuda and updates >= _WORTH)):

@@ -148,6 +148,10 @@ def check_run(cfg: DictConfig) -> None:
             f"eval_every={cfg.eval_every}, but the run has total_frames={cfg.total_frames}; "
             "lower eval_every, or the run is never evaluated."
         )
+    if cfg.losses == "torchrl" and cfg.compile is True:
+        raise UsageError(
+            "losses=torchrl is not compiled, but compile=true was given; leave one of the two out."
+        )
     for name in ("device", "storage_device"):
         try:
             torch.empty(0, device=torch.device(cfg[name]))

@@ -17,7 +17,7 @@ from common.files import write_text
 
 # What may differ between a run and its continuation.
 FREE = {"resume", "run_dir", "checkpoint_every", "video", "logger"}
-FREE |= {"threads", "compile", "device", "storage_device", "storage", "collector"}
+FREE |= {"threads", "compile", "losses", "device", "storage_device", "storage", "collector"}
 _LONGEST_GROUP = 128  # characters that W&B takes
 
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 import common
 from common.envs import make_env
 from common.errors import UsageError
-from common.streams import Stream
+from common.seeding import Stream
 
 try:
     import ray

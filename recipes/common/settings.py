@@ -111,6 +111,7 @@ RANGES: dict[str, Range] = {
 }
 CHOICES: dict[str, Sequence[bool | str | None]] = {
     "compile": (True, False, "auto"),
+    "losses": ("direct", "torchrl"),
     "storage": ("memory", "memmap"),
     "video": (True, False),
     "collector.kind": ("local", "ray"),

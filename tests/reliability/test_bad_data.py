@@ -19,7 +19,7 @@ from nmer_torchrl.neighbors import NeighborGraph, TorchSearch
 from nmer_torchrl.tracking.standardize import RunningStandardizer
 from nmer_torchrl.transforms import TunedMixup
 
-from common import collect, streams  # isort: skip
+from common import collect, seeding  # isort: skip
 from common.replay import store  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:The row at position")
@@ -293,7 +293,7 @@ class GoesBad(gymnasium.Env):
 @pytest.mark.parametrize("bad", ["wide", "narrow", "flat", "reward", "no reward", "nan", "huge"])
 def test_an_environment_that_goes_bad_in_the_middle(kind, bad):
     buffer = make(kind)
-    stream = streams.Stream(0, torch.device("cpu"))
+    stream = seeding.Stream(0, torch.device("cpu"))
     collector = collect.FrameCollector(
         GoesBad(bad), None, seed=0, random_frames=99, stream=stream, device=torch.device("cpu")
     )

@@ -18,7 +18,8 @@ from soak import SOAK
 from nmer_torchrl import make_replay_buffer
 from nmer_torchrl.methods import METHODS
 
-from common import checkpoint, directories, experience  # isort: skip
+from benchmarks import experience  # isort: skip
+from common import checkpoint, directories  # isort: skip
 from common.errors import UsageError  # isort: skip
 from reporting.read import BadRunError, find_runs, make_run, read_directory  # isort: skip
 
@@ -63,7 +64,11 @@ def test_checkpoints_of_a_run(payload, tmp_path, write):
 @EVERY_FORM
 def test_rows_that_the_manifold_recipe_kept(payload, tmp_path, write):
     cfg = make_config(
-        "manifold", "env=InvertedPendulum", "total_frames=20", "hidden=[8,8]", f"cache={tmp_path}"
+        "on_manifold",
+        "env=InvertedPendulum",
+        "total_frames=20",
+        "hidden=[8,8]",
+        f"cache={tmp_path}",
     )
     experience.collect(cfg)
     (path,) = tmp_path.glob("*.pt")

@@ -1,4 +1,4 @@
-"""recipes/manifold.py and the rows that it collects."""
+"""recipes/on_manifold.py and the rows that it collects."""
 
 import csv
 
@@ -7,16 +7,16 @@ import torch
 from recipe_helpers import make_config, run
 from tensordict import TensorDict
 
-import manifold  # isort: skip
+import on_manifold  # isort: skip
 from common.errors import UsageError  # isort: skip
-from common.experience import TrainingRun, collect  # isort: skip
+from benchmarks.experience import TrainingRun, collect  # isort: skip
 
 pytestmark = pytest.mark.xdist_group("recipes_manifold")
 SMALL = ["total_frames=300", "random_frames=200", "hidden=[8,8]", "stretch=20", "rows=60"]
 
 
 def small_config(tmp_path, *overrides: str):
-    return make_config("manifold", *SMALL, f"cache={tmp_path}", f"out={tmp_path}", *overrides)
+    return make_config("on_manifold", *SMALL, f"cache={tmp_path}", f"out={tmp_path}", *overrides)
 
 
 def numbers(path) -> list[dict[str, str]]:
@@ -26,9 +26,9 @@ def numbers(path) -> list[dict[str, str]]:
 
 def test_a_run_compares_all_methods_at_all_sizes_and_draws_them(tmp_path, monkeypatch):
     arguments = ["env=Hopper", "sizes=[100,300]", "repeats=2", "out=out", "cache=cache", *SMALL]
-    run("manifold", *arguments, cwd=tmp_path)
+    run("on_manifold", *arguments, cwd=tmp_path)
     rows = numbers(tmp_path / "out" / "Hopper.csv")
-    methods = [*make_config("manifold").methods, "floor"]
+    methods = [*make_config("on_manifold").methods, "floor"]
     assert [(row["size"], row["method"]) for row in rows] == [
         (size, method) for size in ("100", "300") for method in methods
     ]
@@ -43,7 +43,7 @@ def test_a_run_compares_all_methods_at_all_sizes_and_draws_them(tmp_path, monkey
     assert (tmp_path / "out" / "Hopper.png").stat().st_size > 10_000
     monkeypatch.setattr(TrainingRun, "step", None)  # the rows are there already
     monkeypatch.chdir(tmp_path)
-    manifold.run(make_config("manifold", *arguments))
+    on_manifold.run(make_config("on_manifold", *arguments))
     assert numbers(tmp_path / "out" / "Hopper.csv") == rows
 
 
@@ -80,7 +80,7 @@ def test_rows_follow_one_another_and_hold_the_state(tmp_path):
 
 def test_a_part_of_the_rows_is_made_of_stretches():
     rows = TensorDict(number=torch.arange(1_000), batch_size=[1_000])
-    chosen = manifold.choose(rows, 250, 50, torch.Generator().manual_seed(0))["number"]
+    chosen = on_manifold.choose(rows, 250, 50, torch.Generator().manual_seed(0))["number"]
     assert len(chosen.unique()) == 250
     for stretch in chosen.split(50):
         assert (stretch.diff() == 1).all()
@@ -89,7 +89,7 @@ def test_a_part_of_the_rows_is_made_of_stretches():
 
 def test_tasks_without_joints_are_compared_too(tmp_path):
     cfg = small_config(tmp_path, "env=Pendulum", "sizes=[300]", "repeats=1")
-    manifold.run(cfg)
+    on_manifold.run(cfg)
     rows = {row["method"]: row for row in numbers(tmp_path / "Pendulum.csv")}
     assert float(rows["floor"]["state"]) < 1e-5
     assert float(rows["nmer_1"]["state"]) < float(rows["mixup"]["state"])
@@ -109,12 +109,12 @@ def test_tasks_without_joints_are_compared_too(tmp_path):
 )
 def test_values_that_no_run_could_use_are_refused(tmp_path, override, message):
     with pytest.raises(UsageError, match=message):
-        manifold.check(small_config(tmp_path, "sizes=[100]", override))
+        on_manifold.check(small_config(tmp_path, "sizes=[100]", override))
 
 
 def test_methods_that_cannot_be_compared_are_refused(tmp_path):
     def try_with(method: str) -> None:
-        manifold.run(small_config(tmp_path, "sizes=[100]", "repeats=1", f"+methods.{method}"))
+        on_manifold.run(small_config(tmp_path, "sizes=[100]", "repeats=1", f"+methods.{method}"))
 
     with pytest.raises(UsageError, match=r"was changed by every method"):
         try_with("none={kind: uniform}")
@@ -126,7 +126,8 @@ def test_methods_draw_the_same_anchors_and_weights(tmp_path):
     cfg = small_config(tmp_path, "env=HalfCheetah")
     rows = collect(cfg)
     draws = {
-        name: manifold.draw(dict(method), rows, 50, seed=3) for name, method in cfg.methods.items()
+        name: on_manifold.draw(dict(method), rows, 50, seed=3)
+        for name, method in cfg.methods.items()
     }
     others = ("noisy", "neighborhood", "gp")  # those without weights, and with one for each row
     weights = [

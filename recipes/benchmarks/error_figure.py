@@ -1,4 +1,4 @@
-"""The table and the picture of recipes/manifold.py."""
+"""The table and the picture of recipes/on_manifold.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Does the simulator do what mixed transitions say? Error against buffer size, for every method.
 
-python recipes/manifold.py env=HalfCheetah                   # as in docs/manifold.md
-python recipes/manifold.py env=Hopper sizes=[1000,5000] total_frames=5000 random_frames=1000
-python recipes/manifold.py env=HalfCheetah --cfg job         # every setting of that run
+python recipes/on_manifold.py env=HalfCheetah                   # as in docs/manifold.md
+python recipes/on_manifold.py env=Hopper sizes=[1000,5000] total_frames=5000 random_frames=1000
+python recipes/on_manifold.py env=HalfCheetah --cfg job         # every setting of that run
 
 Trains TD3 and keeps what it stores; fills buffers of every size and method with parts of it, draws
 from each, and puts the simulator into the states drawn. Writes a table and a picture.
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.error_figure import draw_figure, summarize, write_summary
+from benchmarks.experience import collect
 from benchmarks.measure import write_table
 from common.config import run_recipe
 from common.errors import UsageError
-from common.experience import collect
-from common.manifold import draw_figure, summarize, write_summary
 from common.methods import find_method, make_method
 from common.settings import check_values
 from omegaconf import DictConfig, OmegaConf
@@ -184,4 +184,4 @@ def check(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_recipe(run, "manifold", check)
+    run_recipe(run, "on_manifold", check)

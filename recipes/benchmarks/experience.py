@@ -9,16 +9,16 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from benchmarks.plain import TD3
+from common.checkpoint import read_state
+from common.envs import get_state, make_env, set_state
+from common.files import write_state
+from common.seeding import seeds
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch import Tensor
 from tqdm import tqdm
 
-from common.checkpoint import read_state
-from common.envs import get_state, make_env, set_state
-from common.files import write_state
-from common.streams import seeds
+from benchmarks.plain import TD3
 
 _BATCH = 100
 _NOISE = 0.1

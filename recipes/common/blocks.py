@@ -1,0 +1,62 @@
+"""The rows of a frame's gradient steps as a block of plain tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+
+class Batch(NamedTuple):
+    """The entries of `[B]` transitions, or of a block `[K, B]` of them, as plain tensors."""
+
+    observation: Tensor  # [..., B, observations]
+    action: Tensor  # [..., B, actions]
+    following: Tensor  # [..., B, observations], the next observation
+    reward: Tensor  # [..., B]
+    terminated: Tensor  # [..., B]
+    weight: Tensor | None = None  # [..., B], importance of rows drawn by priority
+
+    def unbind(self) -> list[Batch]:
+        """Returns the K batches of a block."""
+        parts = [[None] * len(self.reward) if x is None else x.unbind() for x in self]
+        return [Batch(*entries) for entries in zip(*parts, strict=True)]
+
+    def as_rows(self) -> TensorDict:
+        """Returns a batch `[B]` as the rows that losses of TorchRL take."""
+        flags = {"terminated": self.terminated.unsqueeze(-1)}
+        after = {"observation": self.following, "reward": self.reward.unsqueeze(-1), **flags}
+        rows = {"observation": self.observation, "action": self.action, "next": after}
+        weight = {} if self.weight is None else {"priority_weight": self.weight}
+        return TensorDict({**rows, **weight}, batch_size=self.reward.shape)
+
+    def mean(self, losses: Tensor) -> Tensor:
+        """Averages losses `[B]` over the rows, by their importance where they have one."""
+        if self.weight is None:
+            return losses.mean()
+        return (losses * self.weight).sum() / self.weight.sum()
+
+    def clone(self) -> Batch:
+        """Returns a copy in memory of its own."""
+        return Batch(*(None if x is None else x.clone() for x in self))
+
+    def copy_(self, other: Batch) -> None:
+        """Takes on the values of another, without waiting for the device."""
+        for x, y in zip(self, other, strict=True):
+            if x is not None and y is not None:
+                x.copy_(y, non_blocking=True)
+
+
+def as_block(rows: TensorDictBase, size: int, device: torch.device) -> Batch:
+    """Returns rows `[K * size]` as a block `[K, size]` on the device."""
+    following, weight = rows["next"], rows.get("priority_weight", None)
+    entries = (rows["observation"], rows["action"], following["observation"])
+    flat = (following["reward"], following["terminated"], weight)
+
+    def place(entry: Tensor, *shape: int) -> Tensor:
+        return entry.to(device, non_blocking=True).reshape(-1, size, *shape)
+
+    wide = [place(entry, entry.shape[-1]) for entry in entries]
+    return Batch(*wide, *(None if entry is None else place(entry) for entry in flat))

@@ -1,0 +1,127 @@
+"""Gradients, Adam and targets as functions that a compiled or captured update can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from common.networks import Weights
+
+
+def differentiate(
+    function: Callable[[list[Tensor]], tuple[Tensor, Any]], weights: list[Tensor]
+) -> tuple[list[Tensor], Any]:
+    """Returns the gradients of a function's first result, and its second result."""
+    if torch.compiler.is_compiling():  # a compiled loop takes no other gradients
+        gradients, (_, rest) = torch.func.grad_and_value(function, has_aux=True)(weights)
+        return list(gradients), rest
+    with torch.enable_grad():
+        total, rest = function(weights)
+    # Fused Adam takes gradients to lie in memory as their weights do; those of vmap may not.
+    return [gradient.contiguous() for gradient in torch.autograd.grad(total, weights)], rest
+
+
+def decay(weights: list[Tensor]) -> Tensor:
+    """Returns half of the sum of squares of the weight matrices of a network."""
+    return torch.stack([weight.square().sum() for weight in weights[::2]]).sum() / 2
+
+
+def clip(gradients: list[Tensor], limit: float | None) -> list[Tensor]:
+    """Returns the gradients of a network, scaled so that their norm is at most the limit."""
+    if limit is None:
+        return gradients
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return list(torch._foreach_mul(gradients, (limit / (norm + 1e-6)).clamp(max=1.0)))
+
+
+class Moments(NamedTuple):
+    """What Adam keeps for each parameter."""
+
+    first: list[Tensor]
+    second: list[Tensor]
+    steps: list[Tensor]
+
+
+class Adam(torch.optim.Adam):
+    """Adam with a step that a compiled or captured update can hold.
+
+    `step` is not for `torch.compile`, and makes its state at the first call. `move` is a plain
+    function of weights, gradients and moments, which are there from the start; both do the same.
+    """
+
+    def __init__(self, parameters: list[Tensor], *, lr: float) -> None:
+        super().__init__(parameters, lr=lr, fused=True)
+        for weight in parameters:
+            moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+            self.state[weight] = {"step": torch.zeros((), device=weight.device), **moments}
+        self._collect()
+
+    def _collect(self) -> None:
+        (group,) = self.param_groups
+        states = [self.state[weight] for weight in group["params"]]
+        names = ("exp_avg", "exp_avg_sq", "step")
+        self.moments = Moments(*([state[name] for state in states] for name in names))
+        self._options = {name: group[name] for name in ("lr", "eps", "weight_decay", "maximize")}
+        self._options["beta1"], self._options["beta2"] = group["betas"]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up a saved state."""
+        super().load_state_dict(state_dict)
+        self._collect()
+
+    @torch.no_grad()
+    def move(self, weights: list[Tensor], gradients: list[Tensor], moments: Moments) -> None:
+        """Moves weights by their gradients, in place, and the moments with them."""
+        if torch.compiler.is_compiling():
+            self._move_all(weights, gradients, moments)
+        else:
+            adam(
+                weights,
+                gradients,
+                moments.first,
+                moments.second,
+                [],
+                moments.steps,
+                foreach=False,
+                capturable=False,
+                fused=True,
+                amsgrad=False,
+                **self._options,
+            )
+
+    def _move_all(self, weights: list[Tensor], gradients: list[Tensor], moments: Moments) -> None:
+        """Does the same by operations on lists, which `torch.compile` fuses into one kernel.
+
+        A compiled loop takes no lists that are changed in place: results are copied one by one.
+        """
+        lr, eps, beta1, beta2 = (self._options[name] for name in ("lr", "eps", "beta1", "beta2"))
+        step = moments.steps[0] + 1  # all are the same
+        first = torch._foreach_lerp(moments.first, gradients, 1 - beta1)
+        second = torch._foreach_mul(moments.second, beta2)
+        second = torch._foreach_addcmul(second, gradients, gradients, 1 - beta2)
+        roots = torch._foreach_div(torch._foreach_sqrt(second), (1 - beta2**step).sqrt())
+        moves = torch._foreach_div(first, torch._foreach_add(roots, eps))
+        moved = torch._foreach_sub(weights, torch._foreach_mul(moves, lr / (1 - beta1**step)))
+        old = [*weights, *moments.first, *moments.second, *moments.steps]
+        copy_all(old, [*moved, *first, *second, *[step] * len(weights)])
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Writes tensors into others, one by one."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+@torch.no_grad()
+def move_targets(weights: Weights, tau: float) -> None:
+    """Moves each target towards what it follows by the share `tau`, in place."""
+    followed = [*(weights.actor if weights.target_actor else []), *weights.critics]
+    targets = [*weights.target_actor, *weights.target_critics]
+    if not torch.compiler.is_compiling():
+        torch._foreach_lerp_(targets, followed, tau)
+    else:
+        copy_all(targets, torch._foreach_lerp(targets, followed, tau))
