@@ -68,9 +68,9 @@ def test_density_follows_what_is_stored():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Fraction(1.5), "share=1.5.*from 0 to 1"),
+        (lambda: Fraction(1.5), "share=1.5.*at least 0 and at most 1"),
         (lambda: Fraction(math.nan), "share=nan"),
-        (lambda: LinearFraction(2.0, 0.0, 10), "first=2.0.*from 0 to 1"),
+        (lambda: LinearFraction(2.0, 0.0, 10), "first=2.0.*at least 0 and at most 1"),
         (lambda: LinearFraction(1.0, 0.0, 0), "rows=0.*at least 1"),
         (lambda: ExponentialFraction(1.0, -0.1, 10), "last=-0.1"),
         (lambda: ExponentialFraction(1.0, 0.0, 0), "half_life=0.*at least 1"),
