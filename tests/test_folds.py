@@ -1,172 +1,396 @@
-"""The folds beyond PairMixup, each against its definition."""
+"""The contract of folds, to which each fold in `FOLDS` is held; then what is special about some.
 
-import copy
+A new fold is added to `FOLDS`.
+"""
+
+import inspect
 import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from helpers import MIX_KEYS, make_transitions
-from scipy import stats
-from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from tensordict import TensorDict, tensorclass
 from torchrl.modules import MLP, ValueOperator
 
-from nmer_torchrl import GaussianNoise, NeighborPairSampler, StateMixup, make_replay_buffer
-from nmer_torchrl.samplers import SpreadSampler
-from nmer_torchrl.transforms import AmplitudeScaling, MixReg, RewardMean
+from nmer_torchrl import PairMixup, make_replay_buffer, transforms
+from nmer_torchrl.transforms import (
+    Fold,
+    Fraction,
+    GaussianProcessMixup,
+    LinearFraction,
+    MeanMixup,
+    MixReg,
+    NeighborhoodMixup,
+    RewardMean,
+    TunedMixup,
+)
 
-TINY = 1e-4  # see test_functional
-NEXT = ("next", "observation")
-OTHERS = ("identity", ("next", "terminated"), ("next", "done"))
-
-
-def make_pairs(n: int = 64, **options) -> TensorDict:
-    anchors, partners = (make_transitions(n, seed=seed, **options) for seed in (1, 2))
-    return torch.stack([anchors, partners], 1)
-
-
-def make_noise(sigma=0.1, *, rows=None, **options):
-    """A buffer with noise, filled."""
-    sampler = SpreadSampler()
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(options.pop("capacity", 200)),
-        sampler=sampler,
-        transform=GaussianNoise(sigma, spread=sampler.spread, **options),
-        batch_size=100,
-    )
-    if rows is not None:
-        buffer.extend(rows)
-    return buffer
+NEXT, REWARD, ENDED = ("next", "observation"), ("next", "reward"), ("next", "terminated")
+OTHERS = ("identity", ENDED, ("next", "done"))
+N = 64
 
 
-def noise_of(buffer, n: int) -> dict:
-    """What was added to each entry of many rows, float64."""
-    batch = buffer.sample(n)
-    stored = buffer.storage[:][batch["index"]]
-    return {key: batch[key].double() - stored[key].double() for key in MIX_KEYS}
+class Plain:
+    """Measures observation and action as they are."""
+
+    def embed(self, batch):
+        parts = [batch[key].flatten(batch.ndim) for key in ("observation", "action")]
+        return torch.cat(parts, -1).double()
 
 
-def assert_noise_has_the_stored_spread(buffer, sigma=0.1) -> None:
-    stored = buffer.storage[:]
-    with pytest.warns(UserWarning, match="conflicting batch_sizes"):
-        found = noise_of(buffer, 20_000)
-    for key, noise in found.items():
-        expected = sigma * stored[key].double().std(0, correction=0)
-        scaled = noise / torch.where(expected > 0, expected, 1.0)
-        # Four standard errors of a standard deviation and of a mean.
-        assert ((noise.std(0, correction=0) / expected - 1).abs() < 4 / 200).all(), key
-        assert (scaled.mean(0).abs() < 4 / 141).all(), key
+@dataclass(frozen=True)
+class Case:
+    """A fold, and which parts of the contract it has."""
+
+    make: Callable[..., Fold]
+    width: int = 2  # rows that become one
+    combined: tuple = MIX_KEYS  # entries that are the weighted sum of those of the rows
+    guarded: bool = True  # whether a terminal row keeps the anchor as it is
+    gated: bool = False  # whether it takes gates
+    random: bool = True  # whether it has a generator
+    exact: bool = True  # whether equal rows give the same row to the bit
+    mixes: str = "mix_keys"  # what it calls the entries that it mixes
+    beside: tuple = ()  # of `keys`, what it needs besides those of a test
+    outcomes: tuple = ()  # what it needs as `value_keys`
+
+    def of(self, keys) -> Fold:
+        """The fold of these entries, which keeps all others on purpose."""
+        given = {self.mixes: (*self.beside, *keys)}
+        if self.outcomes:
+            given["value_keys"] = self.outcomes
+        if "anchor_keys" in inspect.signature(self.make).parameters:
+            mixed = {*self.beside, *keys, *self.outcomes}
+            given["anchor_keys"] = [key for key in MIX_KEYS if key not in mixed]
+        return self.make(**given)
 
 
-# State mixup
+FOLDS = {
+    "PairMixup": Case(PairMixup, gated=True),
+    "MeanMixup": Case(MeanMixup, gated=True),
+    "TunedMixup": Case(partial(TunedMixup, hidden=(8,)), mixes="keys", outcomes=(REWARD,)),
+    "MixReg": Case(MixReg, combined=("observation", "action"), guarded=False),
+    "RewardMean": Case(RewardMean, combined=(REWARD,), random=False, mixes="reward_keys"),
+    "NeighborhoodMixup": Case(NeighborhoodMixup, width=5, gated=True),
+    "GaussianProcessMixup": Case(
+        partial(GaussianProcessMixup, Plain()),
+        width=5,
+        combined=("observation", "action"),
+        gated=True,
+        exact=False,
+        mixes="keys",
+        beside=("observation",),
+        outcomes=(NEXT, REWARD),
+    ),
+}
+GUARDED = [name for name, case in FOLDS.items() if case.guarded]
+GATED = [name for name, case in FOLDS.items() if case.gated]
+RANDOM = [name for name, case in FOLDS.items() if case.random]
 
 
-def test_state_mixup_moves_the_observation_towards_the_next():
-    rows = make_transitions(64, terminated=0.3)
-    before = rows.clone()
-    batch = StateMixup(0.75)(rows)
-    weight = batch["state_weight"]
-    assert weight.shape == (64, 1)
-    assert ((weight > 0) & (weight < 1)).all()  # terminal rows too
-    w = weight.double()
-    expected = w * before["observation"].double() + (1 - w) * before[NEXT].double()
-    torch.testing.assert_close(batch["observation"].double(), expected, rtol=1e-5, atol=1e-5)
-    for key in ("action", NEXT, ("next", "reward"), *OTHERS):
-        assert torch.equal(batch[key], before[key])
-    assert (rows == before).all()  # what was read is left alone
+@pytest.fixture(params=FOLDS)
+def case(request) -> Case:
+    return FOLDS[request.param]
 
 
-def test_state_state_weights_follow_the_beta_distribution():
-    weight = StateMixup(0.4, generator=torch.Generator().manual_seed(0))(make_transitions(5_000))
-    sample = weight["state_weight"].squeeze(1).numpy()
-    assert stats.kstest(sample, stats.beta(0.4, 0.4).cdf).pvalue > TINY
+def over(names):
+    """Has a test run with these folds alone."""
+    return pytest.mark.parametrize("case", [FOLDS[name] for name in names], ids=names)
 
 
-@pytest.mark.parametrize("key", ["observation", NEXT])
-def test_states_that_are_not_finite_are_not_mixed(key):
-    rows = make_transitions(20)
-    rows[key][3, 0], rows[key][7, 1] = torch.nan, torch.inf
-    batch = StateMixup(0.75)(rows)
-    for row in (3, 7):
-        assert batch["state_weight"][row] == 1
+def make_rows(n: int = N, width: int = 2, **options) -> TensorDict:
+    """Anchors and their partners, `[n, width]`."""
+    return torch.stack([make_transitions(n, seed=seed, **options) for seed in range(width)], 1)
+
+
+def weights(batch, case: Case):
+    """The weight of each row, `[n, width]`, float64."""
+    weight = batch["mixup_weight"].double()
+    return torch.cat([weight, 1 - weight], -1) if case.width == 2 else weight
+
+
+def assert_anchors(batch, rows, case: Case, which) -> None:
+    """These rows are the anchors, to the bit, with weight 1."""
+    for key in (*MIX_KEYS, *OTHERS):
         torch.testing.assert_close(
-            batch["observation"][row], rows["observation"][row], equal_nan=True
+            batch[key][which], rows[key][which, 0], rtol=0, atol=0, equal_nan=True
         )
-    assert (batch["state_weight"] < 1).sum() == 18
+    alone = torch.eye(case.width, dtype=torch.float64)[0]
+    assert (weights(batch, case)[which] == alone).all()
 
 
-def test_state_mixup_of_nested_and_several_entries():
-    rows = TensorDict(
-        robot=TensorDict(q=torch.rand(8, 2, 3), batch_size=[8]),
-        v=torch.rand(8),
-        next=TensorDict(
-            robot=TensorDict(q=torch.rand(8, 2, 3), batch_size=[8]), v=torch.rand(8), batch_size=[8]
-        ),
-        batch_size=[8],
-    )
-    batch = StateMixup(1.0, observation_keys=[("robot", "q"), "v"])(rows)
-    weight = batch["state_weight"]
-    torch.testing.assert_close(batch["v"], rows["next", "v"].lerp(rows["v"], weight[:, 0]))
-    q = rows["next", "robot", "q"].lerp(rows["robot", "q"], weight.unsqueeze(-1))
-    torch.testing.assert_close(batch["robot", "q"], q)
-    assert torch.equal(batch["next", "robot", "q"], rows["next", "robot", "q"])
+# -- the contract ----------------------------------------------------------------------------------
 
 
-# Amplitude scaling
+def test_every_fold_is_held_to_the_contract():
+    public = dict(inspect.getmembers(transforms, inspect.isclass))
+    assert FOLDS.keys() == {name for name, kind in public.items() if issubclass(kind, Fold)} - {
+        "Fold"
+    }
 
 
-def test_amplitude_scaling_is_one_factor_for_both_observations_of_a_row():
-    rows = make_transitions(5_000)
+def test_mixed_entries_are_the_weighted_sum_within_the_bounds_of_their_rows(case):
+    rows = make_rows(width=case.width)
+    batch = case.make()(rows.clone())
+    weight = weights(batch, case)
+    assert batch.batch_size == (N,)
+    assert ((weight >= 0) & (weight <= 1)).all()
+    torch.testing.assert_close(weight.sum(-1), torch.ones(N, dtype=torch.float64))
+    assert (weight[:, 0] < 1).sum() > N - 5  # a weight may round to 1
+    for key in case.combined:
+        expected = (weight.unsqueeze(-1) * rows[key].double()).sum(1)
+        torch.testing.assert_close(batch[key].double(), expected, rtol=1e-5, atol=1e-5)
+        assert (batch[key] >= rows[key].amin(1) - 1e-5).all()
+        assert (batch[key] <= rows[key].amax(1) + 1e-5).all()
+
+
+@over([name for name in FOLDS if name != "MixReg"])
+def test_all_else_is_the_anchors_and_what_was_read_is_left_alone(case):
+    rows = make_rows(width=case.width, terminated=0.1)
     before = rows.clone()
-    batch = AmplitudeScaling(0.6, 1.2, generator=torch.Generator().manual_seed(0))(rows)
-    factor = batch["amplitude"]
-    assert factor.shape == (5_000, 1)
-    for key in ("observation", NEXT):
-        expected = factor.double() * before[key].double()
-        torch.testing.assert_close(batch[key].double(), expected, rtol=1e-6, atol=1e-6)
-    for key in ("action", ("next", "reward"), *OTHERS):
-        assert torch.equal(batch[key], before[key])
-    sample = factor.squeeze(1).numpy()
-    assert stats.kstest(sample, stats.uniform(0.6, 0.6).cdf).pvalue > TINY
+    batch = case.make()(rows)
+    for key in {*MIX_KEYS, *OTHERS} - {*case.make().mix_keys}:
+        assert torch.equal(batch[key], before[key][:, 0])
+        assert batch[key].dtype == before[key].dtype
     assert (rows == before).all()
 
 
-def test_amplitudes_of_rows_that_are_not_finite_are_one():
-    rows = make_transitions(20)
-    rows[NEXT][4, 0] = torch.nan
-    batch = AmplitudeScaling()(rows)
-    assert torch.equal(batch["observation"][4], rows["observation"][4])
-    assert batch["amplitude"][4] == 1
-    assert (batch["amplitude"] != 1).sum() == 19
+def test_a_row_beside_copies_of_itself_stays_itself(case):
+    rows = torch.stack([make_transitions(N)] * case.width, 1)
+    batch, slack = case.make()(rows), 0.0 if case.exact else 1e-5
+    for key in (*MIX_KEYS, *OTHERS):
+        torch.testing.assert_close(batch[key], rows[key][:, 0], rtol=slack, atol=slack)
 
 
-@pytest.mark.parametrize("bounds", [(0.0, 1.0), (1.2, 0.6), (-1.0, 1.0), (0.5, float("inf"))])
-def test_bad_amplitudes_are_named(bounds):
-    with pytest.raises(
-        ValueError, match=rf"min_factor={bounds[0]} and max_factor={bounds[1]}.*in order"
-    ):
-        AmplitudeScaling(*bounds)
+@over(GUARDED)
+@pytest.mark.parametrize("side", [0, -1])
+def test_a_terminal_row_leaves_the_anchor_untouched(case, side):
+    rows = make_rows(width=case.width)
+    rows["next", "done"][:] = True  # a time limit is not a terminal state
+    rows[ENDED][:20, side] = True
+    batch = case.make()(rows.clone())
+    ended = torch.arange(N) < 20
+    assert_anchors(batch, rows, case, ended)
+    assert (batch["mixup_weight"][~ended, 0] < 1).all()
 
 
-# Mixreg
+@over(GUARDED)
+def test_targets_of_different_lookahead_are_not_mixed(case):
+    rows = make_rows(width=case.width)
+    steps = torch.full((N, case.width, 1), 3)
+    steps[:10, -1] = 2
+    nonterminal = torch.ones(N, case.width, 1, dtype=torch.bool)
+    nonterminal[10:20, 0] = False
+    rows["steps_to_next_obs"], rows["nonterminal"] = steps, nonterminal
+    batch = case.make()(rows.clone())
+    assert_anchors(batch, rows, case, torch.arange(N) < 20)
+    assert (batch["mixup_weight"][20:, 0] < 1).all()
 
 
-def test_mixreg_mixes_inputs_and_takes_the_supervision_of_one_member():
-    pairs = make_pairs(terminated=0.3)
-    batch = MixReg(0.75)(pairs.clone())
-    weight, member = batch["mixup_weight"], batch["mixup_member"].squeeze(1)
-    assert batch.batch_size == (64,)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("side", [0, -1])
+def test_a_row_that_is_not_finite_is_never_mixed_and_never_spreads(case, bad, side):
+    for key in case.make().mix_keys:
+        rows, spoiled = make_rows(width=case.width), torch.arange(N) == 7
+        rows[key][7, side, 0] = bad
+        if case.guarded and side:  # weight 1 times NaN must not leak either
+            rows[ENDED][7, 0] = True
+        batch = case.make()(rows.clone())
+        assert_anchors(batch, rows, case, spoiled)
+        for other in MIX_KEYS:
+            assert batch[other][~spoiled].isfinite().all()
+
+
+@over([name for name, case in FOLDS.items() if case.exact])
+def test_a_mix_that_would_overflow_is_not_made(case):
+    for key in case.make().mix_keys:
+        rows = make_rows(width=case.width)
+        rows[key][3, :2, 0] = torch.tensor([3e38, -3e38])
+        assert_anchors(case.make()(rows.clone()), rows, case, torch.arange(N) == 3)
+
+
+def test_batches_that_were_not_drawn_pass_as_they_are(case):
+    fold, rows = case.make(), make_transitions(10)
+    single = rows[0]
+    assert fold(rows) is rows
+    assert fold(single) is single
+    if case.width == 2:
+        triples = torch.stack([rows, rows, rows], 1)
+        assert fold(triples) is triples
+
+
+def test_leading_dimensions_are_kept(case):
+    rows = torch.stack([make_rows(8, case.width), make_rows(8, case.width)])
+    batch = case.make()(rows)
+    assert batch.batch_size == (2, 8)
+    assert batch["mixup_weight"].shape == (2, 8, 1 if case.width == 2 else case.width)
+
+
+def test_keys_may_be_nested_and_several_and_of_any_shape(case):
+    rows = make_rows(16, case.width)
+    camera, heat = torch.randn(16, case.width, 4, 3), torch.randn(16, case.width).double()
+    rows["agent"] = TensorDict(camera=camera, batch_size=[16, case.width])
+    rows["heat"] = heat
+    batch = case.of([("agent", "camera"), "heat"])(rows.clone())
+    weight = weights(batch, case)
+    assert batch["heat"].dtype == torch.float64
+    torch.testing.assert_close(batch["heat"], (weight * heat).sum(1), rtol=1e-6, atol=1e-6)
+    expected = (weight[..., None, None] * camera).sum(1).float()
+    torch.testing.assert_close(batch["agent", "camera"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_entries_within_a_tensorclass_are_mixed(case):
+    @tensorclass
+    class Robot:
+        joints: torch.Tensor
+        serial: torch.Tensor
+
+    rows = make_rows(16, case.width)
+    joints = torch.randn(16, case.width, 4)
+    serial = torch.arange(16 * case.width).reshape(16, case.width)
+    rows["robot"] = Robot(joints=joints, serial=serial, batch_size=[16, case.width])
+    batch = case.of([("robot", "joints")])(rows)
+    assert isinstance(batch["robot"], Robot)
+    expected = (weights(batch, case).unsqueeze(-1) * joints).sum(1).float()
+    torch.testing.assert_close(batch["robot"].joints, expected, rtol=1e-5, atol=1e-5)
+    member = batch.get("mixup_member", torch.zeros(16, 1, dtype=torch.int64))[:, 0]
+    assert torch.equal(batch["robot"].serial, serial[torch.arange(16), member])
+
+
+@over(RANDOM)
+def test_all_randomness_is_that_of_the_generator_and_is_saved(case):
+    def make(seed):
+        gates = {"gates": [Fraction(LinearFraction(1.0, 0.0, 10 * N))]} if case.gated else {}
+        return case.make(generator=torch.Generator().manual_seed(seed), **gates)
+
+    rows = make_rows(width=case.width)
+    state = torch.get_rng_state()
+    fold, same, other = make(1), make(1), make(2)
+    for _ in range(2):
+        assert (fold(rows.clone()) == same(rows.clone())).all()
+    other(rows.clone())
+    other.load_state_dict(fold.state_dict())
+    twin = pickle.loads(pickle.dumps(fold))
+    batches = [fold(rows.clone()) for _ in range(2)]
+    for one in (other, twin):
+        for expected in batches:
+            assert (one(rows.clone()) == expected).all()
+    random = case.make is not MeanMixup
+    assert (batches[0]["mixup_weight"] != batches[1]["mixup_weight"]).any() or not random
+    assert torch.equal(torch.get_rng_state(), state)
+    case.make().load_state_dict(fold.state_dict())  # no generator of its own: nothing to restore
+    later, seeded = case.make(), case.make(generator=torch.Generator().manual_seed(1))
+    later.generator = torch.Generator().manual_seed(1)
+    assert (later(rows.clone()) == seeded(rows.clone())).all()
+
+
+@over(GATED)
+def test_gates_hold_back_what_any_of_them_does_and_change_no_other_weight(case):
+    def first(batch, generator):
+        return torch.arange(len(batch)) < 40
+
+    def second(batch, generator):
+        assert batch.shape == (N, case.width)
+        return torch.rand(len(batch), generator=generator) < 0.5
+
+    rows = make_rows(width=case.width)
+    plain, gated = (
+        case.make(gates=gates, generator=torch.Generator().manual_seed(0))(rows.clone())
+        for gates in ((), [first, second])
+    )
+    mixed = gated["mixup_weight"][:, 0] < 1
+    assert 0 < mixed[:40].sum() < 40
+    assert not mixed[40:].any()
+    assert_anchors(gated, rows, case, ~mixed)
+    for key in (*MIX_KEYS, "mixup_weight"):
+        assert torch.equal(gated[key][mixed], plain[key][mixed])
+    with pytest.raises(TypeError, match=r"`gates` holds 0\.5, which is not callable"):
+        case.make(gates=[0.5])
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_entries_that_are_not_continuous_or_not_there_are_named(case, stored):
+    def use(fold):
+        return (
+            fold._inv_call(make_transitions(4)) if stored else fold.fold(make_rows(4, case.width))
+        )
+
+    with pytest.raises(ValueError, match=r"'identity' is torch.int64; leave it out"):
+        use(case.of(["identity"]))
+    with pytest.raises(KeyError, match=r"'obs'.*'action'.*'observation'"):
+        use(case.of(["obs"]))
+    with pytest.raises(ValueError, match=r"'next' is not a tensor.*\[\('next', ...\)\]"):
+        use(case.of(("next", "action")))
+    if case.guarded:
+        with pytest.raises(KeyError, match=r"'ended'.*'terminated'"):
+            use(case.make(terminated_key="ended"))
+
+
+def test_rows_of_several_dimensions_are_refused(case):
+    with pytest.raises(ValueError, match=r"shape \(2, 2\).*data.reshape\(-1\)"):
+        case.make()._inv_call(make_transitions(4).reshape(2, 2))
+
+
+def test_what_is_no_key_is_refused(case):
+    with pytest.raises(ValueError, match=r"is empty|No entry"):
+        case.make(**{case.mixes: []})
+    for keys in ([3], [["next", 1]], [("a", 1)]):
+        with pytest.raises(TypeError, match="not a key"):
+            case.make(**{case.mixes: keys})
+
+
+@over([name for name in FOLDS if name not in ("MeanMixup", "RewardMean")])
+@pytest.mark.parametrize("alpha", [0, -1.0, float("nan"), float("inf")])
+def test_bad_alpha_is_named(case, alpha):
+    with pytest.raises(ValueError, match=rf"alpha={alpha}.*above 0"):
+        case.make(alpha=alpha)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+def test_discrete_actions_of_any_dtype_are_refused(dtype):
+    rows = make_rows()
+    rows["action"] = rows["action"].to(dtype)
+    with pytest.raises(ValueError, match=rf"'action' is {dtype}, that is, a discrete action"):
+        PairMixup()(rows)
+
+
+# -- means -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fold", [MeanMixup, RewardMean])
+def test_weights_of_a_mean_are_one_half(fold):
+    assert (fold()(make_rows())["mixup_weight"] == 0.5).all()
+
+
+def test_interpolated_rewards_come_from_neighbors():
+    buffer = make_replay_buffer("interpolated_rewards", capacity=100, batch_size=32, k=3)
+    buffer.extend(make_transitions(80))
+    batch = buffer.sample()
+    anchor, partner = batch["index"].unbind(1)
+    neighbors = buffer.sampler.neighbors(buffer.storage, anchor)
+    assert neighbors.shape == (32, 3)
+    assert (neighbors == partner.unsqueeze(1)).any(1).all()
+    reward = buffer.storage[:][REWARD]
+    torch.testing.assert_close(batch[REWARD], (reward[anchor] + reward[partner]) / 2)
+
+
+# -- mixreg ----------------------------------------------------------------------------------------
+
+
+def test_mixreg_takes_the_supervision_of_one_member_also_of_terminal_ones():
+    rows = make_rows(terminated=0.3)
+    batch = MixReg(0.75)(rows.clone())
+    member = batch["mixup_member"].squeeze(1)
     assert set(member.tolist()) == {0, 1}
-    for key in ("observation", "action"):
-        w, (anchor, partner) = weight.double(), pairs[key].double().unbind(1)
-        expected = w * anchor + (1 - w) * partner
-        torch.testing.assert_close(batch[key].double(), expected, rtol=1e-5, atol=1e-5)
-    for key in (NEXT, ("next", "reward"), *OTHERS):
-        assert torch.equal(batch[key], pairs[key][torch.arange(64), member])
+    assert (batch["mixup_weight"] < 1).all()
+    for key in (NEXT, REWARD, *OTHERS):
+        assert torch.equal(batch[key], rows[key][torch.arange(N), member])
 
 
 def test_mixreg_takes_the_anchors_supervision_as_often_as_its_weight_says():
-    batch = MixReg(1.0, generator=torch.Generator().manual_seed(0))(make_pairs(20_000))
+    batch = MixReg(1.0, generator=torch.Generator().manual_seed(0))(make_rows(20_000))
     weight, anchors = batch["mixup_weight"].squeeze(1), 1.0 - batch["mixup_member"].squeeze(1)
     for part in range(5):
         inside = (weight * 5).long() == part
@@ -181,279 +405,18 @@ def test_mixreg_has_on_average_the_gradient_of_the_mixed_target():
         MLP(in_features=5, out_features=1, num_cells=[8]).double(),
         in_keys=["observation", "action"],
     )
-    pair = make_pairs(1).double()
+    pair = make_rows(1).double()
 
     def q(rows):
         return critic(rows.clone())["state_action_value"]
 
-    targets = pair["next", "reward"] + 0.9 * pair[NEXT].sum(-1, keepdim=True).tanh()
+    targets = pair[REWARD] + 0.9 * pair[NEXT].sum(-1, keepdim=True).tanh()
     batch = MixReg(1.0, generator=torch.Generator().manual_seed(0))(pair.expand(40_000, 2).clone())
     weight = batch["mixup_weight"].double()
-    drawn = batch["next", "reward"] + 0.9 * batch[NEXT].sum(-1, keepdim=True).tanh()
+    drawn = batch[REWARD] + 0.9 * batch[NEXT].sum(-1, keepdim=True).tanh()
     mixed = weight * targets[:, 0] + (1 - weight) * targets[:, 1]
     parameters = list(critic.parameters())
     slope = torch.autograd.grad(((q(batch) - drawn) ** 2).mean(), parameters)
     expected = torch.autograd.grad(((q(batch) - mixed) ** 2).mean(), parameters)
     for found, right in zip(slope, expected, strict=True):
         assert (found - right).norm() < 0.05 * right.norm() + 0.02
-
-
-def test_mixreg_keeps_the_anchor_where_a_mix_is_not_finite():
-    pairs = make_pairs()
-    pairs["action"][5, 1, 0] = torch.nan
-    batch = MixReg()(pairs.clone())
-    assert batch["mixup_weight"][5] == 1
-    assert batch["mixup_member"][5] == 0
-    for key in (*MIX_KEYS, *OTHERS):
-        assert torch.equal(batch[key][5], pairs[key][5, 0])
-
-
-def test_mixreg_passes_what_are_no_pairs_and_keeps_leading_dimensions():
-    rows = make_transitions(10)
-    assert MixReg()(rows) is rows
-    batch = MixReg()(torch.stack([make_pairs(8), make_pairs(8)]))
-    assert batch.batch_size == (2, 8)
-    assert batch["mixup_member"].shape == (2, 8, 1)
-    with pytest.raises(ValueError, match=r"shape \(5, 2\).*data.reshape\(-1\)"):
-        MixReg()._inv_call(rows.reshape(5, 2))
-
-
-# Averaged rewards
-
-
-def test_reward_mean_changes_the_reward_alone():
-    pairs = make_pairs(terminated=0.2)
-    batch = RewardMean()(pairs.clone())
-    anchor, partner = pairs["next", "reward"].double().unbind(1)
-    ended = pairs["next", "terminated"].any(1)
-    assert 0 < ended.sum() < 64
-    expected = torch.where(ended, anchor, (anchor + partner) / 2)
-    torch.testing.assert_close(batch["next", "reward"].double(), expected)
-    assert torch.equal(batch["mixup_weight"], torch.where(ended, 1.0, 0.5))
-    for key in ("observation", "action", NEXT, *OTHERS):
-        assert torch.equal(batch[key], pairs[key][:, 0])
-
-
-def test_interpolated_rewards_come_from_neighbors():
-    buffer = make_replay_buffer("interpolated_rewards", capacity=100, batch_size=32, k=3)
-    buffer.extend(make_transitions(80))
-    assert isinstance(buffer.sampler, NeighborPairSampler)
-    batch = buffer.sample()
-    anchor, partner = batch["index"].unbind(1)
-    neighbors = buffer.sampler.neighbors(buffer.storage, anchor)
-    assert neighbors.shape == (32, 3)
-    assert (neighbors == partner.unsqueeze(1)).any(1).all()
-    stored = buffer.storage[:]
-    reward = stored["next", "reward"]
-    torch.testing.assert_close(batch["next", "reward"], (reward[anchor] + reward[partner]) / 2)
-    assert torch.equal(batch["observation"], stored["observation"][anchor])
-
-
-# Noise
-
-
-def test_noise_has_the_spread_of_what_is_stored():
-    rows = make_transitions(200)
-    rows["observation"] *= torch.tensor([1.0, 100.0, 1e-3])
-    assert_noise_has_the_stored_spread(make_noise(rows=rows, action_bounds=None))
-
-
-def test_noise_is_drawn_for_each_number_anew():
-    buffer = make_noise(rows=make_transitions(200), action_bounds=None)
-    stored = buffer.storage[:]
-    with pytest.warns(UserWarning, match="conflicting batch_sizes"):
-        found = noise_of(buffer, 20_000)
-    numbers = torch.cat(
-        [noise / stored[key].double().std(0, correction=0) for key, noise in found.items()], 1
-    )
-    correlation = torch.corrcoef(numbers.T) - torch.eye(numbers.shape[1])
-    assert (correlation.abs() < 4 / 141).all()
-    assert stats.kstest(numbers[:, 0].numpy() / 0.1, "norm").pvalue > TINY
-
-
-def test_the_spread_follows_every_kind_of_write():
-    buffer = make_noise(capacity=50, action_bounds=None)
-    for scale, n in ((1.0, 30), (50.0, 40), (0.1, 120)):
-        rows = make_transitions(n, seed=n)
-        rows["observation"] *= scale
-        buffer.extend(rows)
-        buffer.sample()
-        assert_spread(buffer)
-    buffer[3] = make_transitions(1, seed=7)[0]
-    buffer.sample()
-    assert_spread(buffer)
-    buffer.set_at_("action", torch.full((2,), 9.0), 5)
-    buffer.sample()
-    assert_spread(buffer)
-    short = make_noise(rows=make_transitions(8, seed=3), capacity=50, action_bounds=None)
-    buffer.load_state_dict(short.state_dict())
-    buffer.sample()
-    assert_spread(buffer)
-    buffer.empty()
-    buffer.extend(make_transitions(12, seed=4))
-    buffer.sample()
-    assert_spread(buffer)
-    other = LazyTensorStorage(30)
-    other.set(range(20), make_transitions(20, observation=5, seed=5))
-    buffer.set_storage(other)
-    buffer.sample()
-    assert_spread(buffer)
-    assert_noise_has_the_stored_spread(buffer)
-
-
-def assert_spread(buffer) -> None:
-    stored = buffer.storage[:]
-    for key, std in buffer.sampler.spread.std.items():
-        expected = stored[key].double().std(0, correction=0)
-        torch.testing.assert_close(std.double(), expected, rtol=1e-5, atol=1e-9)
-
-
-def test_terminal_rows_get_no_noise():
-    buffer = make_noise(rows=make_transitions(200, terminated=0.4))
-    batch = buffer.sample()
-    stored = buffer.storage[:][batch["index"]]
-    ended = stored["next", "terminated"].squeeze(1)
-    assert 0 < ended.sum() < 100
-    for key in MIX_KEYS:
-        assert torch.equal(batch[key][ended], stored[key][ended])
-    assert (batch["observation"][~ended] != stored["observation"][~ended]).all()
-    for key in OTHERS:
-        assert torch.equal(batch[key], stored[key])
-
-
-def test_actions_stay_in_their_bounds():
-    rows = make_transitions(200)
-    rows["action"][:100] = 1.0
-    loose = make_noise(0.5, rows=rows, action_bounds=None).sample()["action"]
-    assert (loose > 1).any()
-    action = make_noise(0.5, rows=rows).sample()["action"]
-    assert action.abs().max() == 1.0
-    wide = make_noise(0.5, rows=rows, action_bounds=(-3.0, 1.25)).sample()["action"]
-    assert 1.0 < wide.max() <= 1.25
-
-
-def test_actions_outside_of_the_bounds_are_refused_before_anything_is_stored():
-    rows = make_transitions(10)
-    rows["action"][4, 1] = 1.75
-    buffer = make_noise()
-    with pytest.raises(ValueError, match=r"'action' holds 1.75.*\(-1.0, 1.0\); give the bounds"):
-        buffer.extend(rows)
-    assert len(buffer) == 0
-    storage = LazyTensorStorage(10)
-    storage.set(range(10), rows)  # filled before
-    buffer.set_storage(storage)
-    with pytest.raises(ValueError, match=r"'action' holds 1\.75"):
-        buffer.sample()
-
-
-def test_rows_that_are_not_finite_get_no_noise_and_do_not_count():
-    rows = make_transitions(60)
-    rows["observation"][11, 0] = torch.nan
-    rows["next", "reward"][25] = torch.inf
-    buffer = make_noise(rows=rows)
-    batch = buffer.sample()
-    stored = buffer.storage[:][batch["index"]]
-    bad = (batch["index"] == 11) | (batch["index"] == 25)
-    assert bad.any()
-    for key in MIX_KEYS:
-        torch.testing.assert_close(
-            batch[key][bad], stored[key][bad], rtol=0, atol=0, equal_nan=True
-        )
-    there = [i for i in range(60) if i not in (11, 25)]
-    for key, std in buffer.sampler.spread.std.items():
-        expected = rows[key][there].double().std(0, correction=0)
-        torch.testing.assert_close(std.double(), expected, rtol=1e-5, atol=1e-9)
-
-
-def test_dimensions_that_do_not_vary_get_no_noise():
-    rows = make_transitions(50)
-    rows["observation"][:, 1] = 0.1
-    batch = make_noise(rows=rows).sample()
-    assert (batch["observation"][:, 1] == 0.1).all()
-    assert batch["observation"][:, 0].unique().numel() > 50
-
-
-def test_noise_without_its_sampler_says_so():
-    noise = GaussianNoise(spread=SpreadSampler().spread)
-    with pytest.raises(RuntimeError, match=r"no spread yet.*spread=sampler.spread"):
-        noise(make_transitions(5))
-    row = make_transitions(1)[0]
-    assert noise(row) is row
-
-
-@pytest.mark.parametrize("sigma", [-0.1, float("nan"), float("inf")])
-def test_bad_sigma_is_named(sigma):
-    with pytest.raises(ValueError, match=rf"sigma={sigma}.*at least 0"):
-        GaussianNoise(sigma, spread=SpreadSampler().spread)
-
-
-def test_bad_bounds_and_keys_of_noise_are_named():
-    with pytest.raises(ValueError, match=r"action_bounds=\(1, -1\) are not in order"):
-        GaussianNoise(spread=SpreadSampler().spread, action_bounds=(1, -1))
-    spread = SpreadSampler(keys=["observation"]).spread
-    with pytest.raises(ValueError, match=r"'action' is named in `action_keys`.*to None"):
-        GaussianNoise(spread=spread)
-    assert GaussianNoise(spread=spread, action_bounds=None).sigma == 0.1
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))])
-def test_a_copy_has_a_spread_of_its_own(duplicate):
-    buffer = make_noise(rows=make_transitions(30))
-    buffer.sample()
-    twin = duplicate(buffer)
-    assert twin.transform[0].spread is twin.sampler.spread
-    rows = make_transitions(100, seed=1)
-    rows["observation"] *= 9
-    twin.extend(rows)
-    twin.sample()
-    assert_spread(twin)
-    buffer.sample()
-    assert_spread(buffer)
-
-
-# All
-
-
-@pytest.mark.parametrize(
-    "fold", [StateMixup, AmplitudeScaling, MixReg], ids=lambda fold: fold.__name__
-)
-def test_draws_come_from_the_generator_that_is_set_and_its_state_is_kept(fold):
-    pairs = make_pairs()
-    rows = pairs if fold is MixReg else pairs[:, 0]
-    names = {StateMixup: "state_weight", AmplitudeScaling: "amplitude", MixReg: "mixup_weight"}
-    written = names[fold]
-    first = fold(generator=torch.Generator().manual_seed(5))
-    first(rows)
-    state = first.state_dict()
-    expected = first(rows)
-    other = fold(generator=torch.Generator())
-    other.load_state_dict(state)
-    torch.manual_seed(99)
-    assert (other(rows) == expected).all()
-    assert not torch.equal(other(rows)[written], expected[written])
-
-
-@pytest.mark.parametrize("fold", [StateMixup, MixReg])
-def test_bad_alpha_is_named(fold):
-    with pytest.raises(ValueError, match=r"alpha=-1.*above 0"):
-        fold(-1)
-
-
-@pytest.mark.parametrize(
-    ("fold", "name"),
-    [
-        (lambda: StateMixup(observation_keys=["identity"]), "identity"),
-        (lambda: AmplitudeScaling(observation_keys=["identity"]), "identity"),
-        (lambda: MixReg(mix_keys=["identity"]), "identity"),
-        (lambda: RewardMean(reward_keys=["identity"]), "identity"),
-    ],
-)
-def test_entries_that_are_not_continuous_are_refused_when_stored(fold, name):
-    with pytest.raises(ValueError, match=f"'{name}' is torch.int64; leave it out"):
-        fold()._inv_call(make_transitions(4))
-
-
-def test_a_single_row_passes():
-    row = make_transitions(1)[0]
-    for fold in (StateMixup(), AmplitudeScaling(), MixReg(), RewardMean()):
-        assert fold(row) is row

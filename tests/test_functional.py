@@ -6,7 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from nmer_torchrl.functional import choose_neighbor, choose_other, fingerprint, mix, sample_beta
+from nmer_torchrl.functional import (
+    choose_neighbor,
+    choose_other,
+    combine,
+    fingerprint,
+    mix,
+    sample_beta,
+    sample_dirichlet,
+)
 
 # With a fixed seed a test either always passes or never; a p-value this small says that the draw is
 # not of the distribution rather than unlucky.
@@ -40,7 +48,7 @@ def test_weights_follow_the_beta_distribution(alpha):
     assert stats.kstest(weights.double().numpy(), stats.beta(alpha, alpha).cdf).pvalue > TINY
 
 
-@pytest.mark.parametrize("alpha", [1e-3, 0.05, 0.75, 1e4])
+@pytest.mark.parametrize("alpha", [1e-3, 0.05, 0.75, 1e4, torch.tensor(1e-3), torch.tensor(0.75)])
 def test_weights_have_the_moments_of_the_beta_distribution(alpha):
     weights = sample_beta(alpha, (20_000,), generator=torch.Generator().manual_seed(0)).double()
     variance = 1 / (4 * (2 * alpha + 1))
@@ -95,3 +103,29 @@ def test_fingerprints_tell_rows_of_round_numbers_apart(dtype):
     assert marks.unique().numel() == len(rows)
     assert torch.equal(fingerprint(rows[7:9].clone()), marks[7:9])
     assert torch.equal(fingerprint(-rows * 0), fingerprint(rows * 0))  # minus zero is zero
+
+
+@given(alpha=st.floats(1e-2, 1e3), seed=st.integers(0, 100))
+def test_a_mix_of_a_neighborhood_stays_within_its_bounds(alpha, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(20, 4, 3, generator=generator)
+    weight = sample_dirichlet(alpha, (20, 4), generator=generator)
+    assert (weight >= 0).all()
+    torch.testing.assert_close(weight.sum(-1), torch.ones(20))
+    mixed = combine(rows, weight)
+    assert (mixed >= rows.amin(1) - 1e-5).all()
+    assert (mixed <= rows.amax(1) + 1e-5).all()
+    alone = torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(20, 4)
+    assert torch.equal(combine(rows, alone), rows[:, 0])
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.75, 1.0, 20.0])
+def test_weights_are_of_the_dirichlet_distribution(alpha):
+    weight = sample_dirichlet(alpha, (5_000, 4), generator=torch.Generator().manual_seed(0))
+    for column in weight.double().T:  # each by itself is of a Beta distribution
+        assert stats.kstest(column.numpy(), stats.beta(alpha, 3 * alpha).cdf).pvalue > TINY
+
+
+def test_one_neighbor_is_a_pair():
+    weight = sample_dirichlet(0.75, (5_000, 2), generator=torch.Generator().manual_seed(0))
+    assert stats.kstest(weight[:, 0].numpy(), stats.beta(0.75, 0.75).cdf).pvalue > TINY

@@ -341,3 +341,23 @@ def test_a_single_row_and_a_row_that_is_flat_pass_as_they_are():
     buffer.add(rows[0])
     buffer.extend(rows[1:])
     assert torch.equal(buffer.storage[:]["observation"], rows["observation"])
+
+
+def test_n_step_returns_are_stored_and_mixed():
+    buffer = TensorDictReplayBuffer(
+        storage=PairStorage(100), sampler=NeighborPairSampler(k=3), batch_size=50
+    )
+    buffer.append_transform(MultiStepTransform(3, 0.9, done_keys=["done", "truncated"]))
+    buffer.append_transform(PairMixup(0.75))
+    rows = make_transitions(40)
+    rows["observation"][1:] = rows["next", "observation"][:-1]
+    rows["next", "done"][:] = False
+    rows["next", "done"][19] = rows["next", "done"][39] = True
+    for chunk in rows.split(20):
+        buffer.extend(chunk)
+    batch = buffer.sample()
+    mixed = (batch["mixup_weight"] < 1).squeeze()
+    assert mixed.any()
+    index = batch["index"][mixed]
+    steps = buffer.storage[:]["steps_to_next_obs"]
+    assert torch.equal(steps[index[:, 0]], steps[index[:, 1]])

@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 from helpers import assert_neighbors, make_transitions, stored_points
+from scipy import stats
 from tensordict import TensorDict
 from torchrl.data import (
     LazyMemmapStorage,
@@ -47,6 +48,7 @@ from nmer_torchrl.transforms import (
 )
 
 N, B = 64, 32
+TINY = 1e-4  # see test_functional
 
 
 def episode(n: int = N, seed: int = 0) -> TensorDict:
@@ -364,3 +366,24 @@ def test_a_unit_of_the_users_own_needs_public_names_alone():
     buffer = make(WithTheOldest())
     buffer.extend(episode())
     assert (buffer.sample()["index"][:, 1] == 0).all()
+
+
+def test_a_neighborhood_is_the_anchor_and_its_nearest():
+    sampler = NeighborhoodSampler(5, search="torch")
+    buffer = make(None, sampler, storage=LazyTensorStorage(200), transform=NeighborhoodMixup())
+    buffer.extend(make_transitions(3))
+    index, _ = sampler.sample(buffer.storage, 40)
+    assert index.shape == (40, 6)
+    assert (index[:, 3:] == index[:, :1]).all()  # two others, then the anchor in place of more
+    buffer.extend(make_transitions(100, seed=1))
+    index, _ = sampler.sample(buffer.storage, 40)
+    assert torch.equal(index[:, 1:], sampler.neighbors(buffer.storage, index[:, 0]))
+
+
+def test_anchors_of_neighborhoods_are_uniform():
+    sampler = NeighborhoodSampler(2, search="torch")
+    generator = torch.Generator().manual_seed(0)
+    buffer = make(None, sampler, transform=NeighborhoodMixup(), generator=generator)
+    buffer.extend(make_transitions(20))
+    anchor = sampler.sample(buffer.storage, 20_000)[0][:, 0]
+    assert stats.chisquare(torch.bincount(anchor).numpy()).pvalue > TINY

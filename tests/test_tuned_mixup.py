@@ -1,3 +1,5 @@
+"""What a tuned alpha learns; as a fold it is held to the contract of `test_folds.py`."""
+
 import pickle
 
 import pytest
@@ -52,24 +54,10 @@ def test_steps_are_those_of_the_definition():
 def test_alpha_rises_where_transitions_are_linear_and_falls_where_not(linear, rises):
     fold = make_fold(alpha=0.5, lr=1e-2, tolerance=0.02)
     dynamics = (lambda x: x) if linear else (lambda x: (3 * x).sin())
-    for seed in range(150):
-        fold(make_pairs(128, seed, dynamics))
+    for seed in range(100):
+        fold(make_pairs(64, seed, dynamics))
     assert (fold.alpha > 0.6) if rises else (fold.alpha < 0.4)
     assert 0 < fold.alpha <= 1
-
-
-def test_the_fold_itself_is_that_of_pair_mixup():
-    fold, pairs = make_fold(), make_pairs(20, seed=3)
-    pairs["end"][4, 1] = True
-    batch = fold(pairs)
-    w = batch["mixup_weight"]
-    assert w[4] == 1
-    assert ((w > 0) & (w < 1)).sum() == 19
-    for key in ("x", "y"):
-        first, second = pairs[key].unbind(1)
-        torch.testing.assert_close(batch[key], w * first + (1 - w) * second)
-    rows = TensorDict(x=torch.zeros(3, 3), batch_size=[3])
-    assert fold(rows) is rows
 
 
 def test_rows_that_are_not_finite_teach_nothing():
@@ -106,23 +94,14 @@ def test_what_is_restored_goes_on_with_the_same_numbers(how):
 
 
 @pytest.mark.parametrize("shape", [(6,), (4, 3), (4, 2), (2, 2)])
-def test_batches_and_entries_of_any_shape_are_folded(shape):
+def test_batches_and_entries_of_any_shape_are_learned_from(shape):
     x, y = torch.randn(*shape, 2, 3), torch.randn(*shape, 2)  # a reward may lack its dimension
     end = torch.zeros(*shape, 2, dtype=torch.bool)
     pairs = TensorDict(x=x, y=y, end=end, batch_size=[*shape, 2])
     fold = make_fold()
-    batch = fold(pairs)
-    assert batch.batch_size == shape
-    w = batch["mixup_weight"]
-    torch.testing.assert_close(batch["x"], w * x[..., 0, :] + (1 - w) * x[..., 1, :])
+    assert fold(pairs).batch_size == shape
     assert fold._learner.layers[0].in_features == 3
     assert fold._learner.layers[-1].out_features == 1
-
-
-def test_torchs_own_generator_is_left_alone():
-    state = torch.get_rng_state()
-    make_fold()(make_pairs(8, seed=0))
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_state_is_not_changed_by_what_goes_on_from_it():
@@ -141,7 +120,6 @@ def test_a_state_is_not_changed_by_what_goes_on_from_it():
     ("options", "message"),
     [
         ({"alpha": 1.5}, "alpha=1.5"),
-        ({"alpha": 0.0}, "alpha=0.0"),
         ({"tolerance": 0.0}, "tolerance=0.0"),
         ({"lr": float("nan")}, "lr=nan"),
     ],

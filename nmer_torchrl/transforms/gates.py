@@ -16,10 +16,11 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, SampleUnit
 
+from nmer_torchrl.checks import SHARE
 from nmer_torchrl.functional import any_feature
 from nmer_torchrl.keys import as_keys, get_entry
 from nmer_torchrl.transforms.rows import device_of
-from nmer_torchrl.transforms.schedules import Schedule, check_share
+from nmer_torchrl.transforms.schedules import Schedule
 
 
 class Gate(Protocol):
@@ -55,7 +56,7 @@ class Fraction:
     """
 
     def __init__(self, share: float | Schedule) -> None:
-        self.share = share if callable(share) else check_share("share", share)
+        self.share = share if callable(share) else float(SHARE("share", share))
         self.drawn = 0  # rows seen so far
 
     def __call__(self, batch: TensorDictBase, generator: torch.Generator | None) -> Tensor:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from nmer_torchrl.checks import is_number
+from nmer_torchrl.checks import SHARE, Number
+
+_ROWS = Number(least=1)  # configs write large numbers as 1e6
 
 
 class Schedule(Protocol):
@@ -48,9 +50,8 @@ class LinearFraction:
     rows: int
 
     def __post_init__(self) -> None:
-        check_share("first", self.first)
-        check_share("last", self.last)
-        _check_rows("rows", self.rows)
+        _check_ends(self.first, self.last)
+        _ROWS("rows", self.rows)
 
     def __call__(self, drawn: int) -> float:
         """See `Schedule`."""
@@ -72,9 +73,8 @@ class ExponentialFraction:
     half_life: int
 
     def __post_init__(self) -> None:
-        check_share("first", self.first)
-        check_share("last", self.last)
-        _check_rows("half_life", self.half_life)
+        _check_ends(self.first, self.last)
+        _ROWS("half_life", self.half_life)
 
     def __call__(self, drawn: int) -> float:
         """See `Schedule`."""
@@ -100,25 +100,17 @@ class DensityFraction:
     rows: int
 
     def __post_init__(self) -> None:
-        check_share("first", self.first)
-        check_share("last", self.last)
-        _check_rows("rows", self.rows)
+        _check_ends(self.first, self.last)
+        _ROWS("rows", self.rows)
 
     def __call__(self, drawn: int) -> float:
         """See `Schedule`."""
         return _between(self.first, self.last, self.sampler.stored / self.rows)
 
 
-def check_share(name: str, share: float) -> float:
-    """Raises if this is no share."""
-    if not is_number(share) or not 0 <= share <= 1:
-        raise ValueError(f"{name}={share!r}, but it is a share of rows: a number from 0 to 1.")
-    return float(share)
-
-
-def _check_rows(name: str, rows: float) -> None:
-    if not is_number(rows) or not rows >= 1:
-        raise ValueError(f"{name}={rows!r}, but it is a number of rows, at least 1.")
+def _check_ends(first: float, last: float) -> None:
+    SHARE("first", first)
+    SHARE("last", last)
 
 
 def _between(first: float, last: float, way: float) -> float:
