@@ -15,7 +15,7 @@ from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS
 from nmer_torchrl.metrics import Metric
 from nmer_torchrl.neighbors import NeighborSearch, SearchName
 from nmer_torchrl.pairs.base import Pairing
-from nmer_torchrl.pairs.neighborhood import Neighborhood, check_k
+from nmer_torchrl.pairs.neighborhood import StoredNeighbors, check_k
 from nmer_torchrl.tracking.rows import check_positions
 
 
@@ -32,7 +32,7 @@ class NearPairing(Pairing):
         metric: Metric | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        self.neighborhood = Neighborhood(k, search, keys, value_keys, metric)
+        self.neighborhood = StoredNeighbors(k, search, keys, value_keys, metric)
         super().__init__(self.neighborhood.rows, generator)
 
     @property
