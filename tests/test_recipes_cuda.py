@@ -15,10 +15,9 @@ from nmer_torchrl.methods import METHODS
 ACTION = {"to_host": 1}
 PAIRS = {"to_host": 1, "keops": 1}  # KeOps waits for its own reduction
 FRAMES = {
-    **dict.fromkeys(("uniform", "mixup", "mixreg", "noisy", "ras", "s4rl"), ACTION),
+    **dict.fromkeys(("uniform", "mixup", "mixreg", "noisy", "ras", "s4rl", "ct"), ACTION),
     **dict.fromkeys(("nmer", "1nn", "gp", "neighborhood", "interpolated_rewards"), PAIRS),
-    "ct": {"to_host": 2},  # the new row's states, to find the row that it follows
-    "tuned_ct": {"to_host": 2, "item": 9, "bool_index": 4},  # its networks learn with each draw
+    "tuned_ct": {"to_host": 1, "item": 9, "bool_index": 4},  # its networks learn with each draw
     "ero": {"to_host": 2},  # TD errors
     "per": {"to_host": 3},  # random numbers and TD errors, to priorities on the CPU
     "per_nmer": {"to_host": 4, "keops": 1},  # the same, and partners
