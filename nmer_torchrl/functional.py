@@ -124,7 +124,10 @@ def all_finite(tensor: Tensor, batch_dims: int) -> Tensor:
         >>> all_finite(torch.tensor([[1.0, 2.0], [1.0, torch.nan]]), 1)
         tensor([ True, False])
     """
-    return ~any_feature(~(tensor.abs() <= _LARGEST), batch_dims)
+    sizes = tensor.abs()
+    if tensor.ndim > batch_dims:
+        sizes = sizes.flatten(batch_dims).amax(-1)  # NaN if any of them is
+    return sizes <= _LARGEST
 
 
 def finite_rows(points: Tensor) -> Tensor:

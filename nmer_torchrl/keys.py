@@ -120,8 +120,10 @@ def read_points(
     parts = [row.reshape(len(row), -1) for row in rows]
     points = torch.cat(parts[: len(keys)], 1)
     points = points if points.dtype == torch.float64 else points.float()
-    finite = all_finite(torch.cat([points, *parts[len(keys) :]], 1) if value_keys else points, 1)
-    return points.masked_fill(~finite.unsqueeze(1), torch.nan)
+    finite = all_finite(points, 1)
+    if value_keys:
+        finite &= all_finite(torch.cat(parts[len(keys) :], 1), 1)
+    return points.masked_fill_(~finite.unsqueeze(1), torch.nan)
 
 
 def read_features(

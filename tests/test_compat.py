@@ -196,7 +196,7 @@ RECIPES = {
     "benchmarks/methods.py": {"_guard"},  # ours
     "benchmarks/plain.py": {"_foreach_lerp_"},  # torch's
     "benchmarks/search.py": {"_lists"},  # ours
-    "benchmarks/soak.py": {"_lists", "_metric"},  # ours
+    "benchmarks/soak.py": {"_lists", "_scaled"},  # ours
     "common/checkpoint.py": {"_rng"},  # of TorchRL's samplers, whose state names a device
     "common/compiling.py": {"_dynamo"},  # torch's, a setting of the compiler
     "common/envs.py": {"_elapsed_steps"},  # Gymnasium's

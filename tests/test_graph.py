@@ -256,14 +256,14 @@ def test_a_point_that_finds_no_room_is_not_taken_to_be_farther_than_it_is(overwr
 def assert_certificates(graph: NeighborGraph) -> None:
     """No point outside of a list is nearer than its reach, under the working scale."""
     points, index = graph.table.rows()[0].double(), graph._lists.listed.nonzero().squeeze(1)
-    scaled = points * graph._metric.scale
+    scaled = points * graph._scaled.scale
     mode = "donot_use_mm_for_euclid_dist"
     distances = torch.cdist(scaled[index], scaled, compute_mode=mode).square()
     distances.scatter_(1, index.unsqueeze(1), torch.inf)
     listed = graph._lists.positions[index].long()
     distances.scatter_(1, torch.where(listed < 0, index.unsqueeze(1), listed), torch.inf)
     distances[:, graph._waits[: len(points)]] = torch.inf
-    assert (distances.amin(1) >= graph._lists.reach[index] * graph._metric.safety()).all()
+    assert (distances.amin(1) >= graph._lists.reach[index] * graph._scaled.safety()).all()
 
 
 @pytest.mark.parametrize("d", [2, 40])
@@ -368,7 +368,7 @@ def test_memory_beyond_the_keys_at_any_size():
         graph.query(torch.arange(20), 10, torch.ones(3))
         size = start + 50
         if size >= 1_024:
-            parts = (graph, graph._metric, graph._lists)
+            parts = (graph, graph._scaled, graph._lists)
             tensors = [t for part in parts for t in vars(part).values() if torch.is_tensor(t)]
             constant = sum(t.nbytes for t in tensors if len(t) < 1_024)
             total = sum(t.nbytes for t in tensors) - constant + graph.table.valid.nbytes
@@ -586,7 +586,7 @@ def test_empty_positions_do_not_count_as_zeros_in_the_drift():
     graph = NeighborGraph(k=10)
     graph.write(torch.arange(400), points)
     graph.query(torch.arange(400), 10, torch.ones(6, dtype=torch.float64))
-    assert graph._metric.varies.tolist() == [False] + 5 * [True]
+    assert graph._scaled.varies.tolist() == [False] + 5 * [True]
 
 
 def saved_graph(points, scale) -> dict:

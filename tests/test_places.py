@@ -132,7 +132,7 @@ def test_the_estimate_is_what_a_full_buffer_takes(search, k, names):
     if search == "graph":
         lists = made._lists
         kept += [lists.positions, lists.distances, lists.reach, lists.listed]
-        kept += [made._metric.norms, made._waits]
+        kept += [made._scaled.norms, made._waits]
     taken = sum(tensor.numel() * tensor.element_size() for tensor in kept)
     estimated = sum(parts.values()) - parts["rows"]
     assert taken <= estimated <= 1.1 * taken

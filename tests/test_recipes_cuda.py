@@ -16,9 +16,8 @@ ACTION = {"to_host": 1}
 PAIRS = {"to_host": 1, "keops": 1}  # KeOps waits for its own reduction
 FRAMES = {
     **dict.fromkeys(("uniform", "mixup", "mixreg", "noisy", "ras", "s4rl", "ero"), ACTION),
+    **dict.fromkeys(("ct", "tuned_ct"), ACTION),
     **dict.fromkeys(("nmer", "1nn", "gp", "neighborhood", "interpolated_rewards"), PAIRS),
-    # The states of the new row, to find the row that it follows.
-    **{method: {"to_host": 2} for method in ("ct", "tuned_ct")},
     "per": {"to_host": 3},  # random numbers and TD errors, to priorities on the CPU
     "per_nmer": {"to_host": 4, "keops": 1},  # the same, and partners
 }

@@ -1,5 +1,6 @@
 """Successors against a reference that knows the true episodes, and against the bare definition."""
 
+import contextlib
 import copy
 import pickle
 
@@ -8,6 +9,7 @@ import torch
 from helpers import make_transitions
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pretend_cuda import some_cuda
 from tensordict import TensorDict
 from torchrl.collectors import Collector
 from torchrl.data import (
@@ -19,7 +21,8 @@ from torchrl.data import (
 )
 from torchrl.envs import GymEnv, SerialEnv
 
-from nmer_torchrl import PairMixup, TemporalPairSampler
+from nmer_torchrl import PairMixup, PairStorage, TemporalPairSampler
+from nmer_torchrl.tracking import succession
 from nmer_torchrl.tracking.succession import Succession
 
 MINIMAL = ("observation", "action", ("next", "observation"), ("next", "reward"))
@@ -97,9 +100,9 @@ class Reference:
         ]
 
 
-def make_buffer(capacity=30, storage=LazyTensorStorage, **options):
+def make_buffer(capacity=30, storage=LazyTensorStorage, device="cpu", **options):
     return TensorDictReplayBuffer(
-        storage=storage(capacity),
+        storage=storage(capacity, device=device),
         sampler=TemporalPairSampler(),
         transform=PairMixup(0.75),
         batch_size=32,
@@ -163,14 +166,33 @@ def by_definition(rows, order) -> list[int]:
     return found
 
 
+@contextlib.contextmanager
+def on(device):
+    """On a device, up to 3 rows are found by comparing, and more by the dictionary."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(succession, "_FEW", 3)
+        with some_cuda() if device == "cuda:0" else contextlib.nullcontext():
+            yield
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 @settings(max_examples=60)
 @given(data=st.data())
-def test_rows_in_a_handful_of_states_follow_the_definition(data):
-    buffer, cursor = make_buffer(capacity=12), 0
+def test_rows_in_a_handful_of_states_follow_the_definition(device, data):
+    with on(device):
+        check_a_handful_of_states(device, data)
+
+
+def check_a_handful_of_states(device, data):
+    def make():
+        return make_buffer(12, PairStorage, device)  # which loads rows to its device
+
+    buffer, cursor = make(), 0
     states = st.sampled_from([-1.0, 0.0, -0.0, 2.0])
     for _ in range(data.draw(st.integers(1, 8))):
         write = data.draw(st.sampled_from(["extend", "extend", "set", "copy", "load"]))
-        n = data.draw(st.integers(1, 15)) if write == "extend" or not len(buffer) else 1
+        sizes = st.integers(1, 15) if data.draw(st.booleans()) else st.integers(1, 3)
+        n = data.draw(sizes) if write == "extend" or not len(buffer) else 1
         rows = make_transitions(n, observation=1, terminated=0.2, seed=n)
         for key in ("observation", ("next", "observation")):
             rows[key] = torch.tensor([[data.draw(states)] for _ in range(n)])
@@ -183,11 +205,30 @@ def test_rows_in_a_handful_of_states_follow_the_definition(data):
         elif write == "copy":
             buffer = pickle.loads(pickle.dumps(buffer))
         else:
-            state, buffer = buffer.state_dict(), make_buffer(capacity=12)
+            state, buffer = buffer.state_dict(), make()
             buffer.load_state_dict(state)
         newest = (cursor - 1) % 12
         order = [(newest + 1 + age) % len(buffer) for age in range(len(buffer))]
-        assert successors(buffer) == by_definition(buffer.storage[:], order)
+        assert successors(buffer) == by_definition(buffer.storage[:].cpu(), order)
+
+
+def test_on_a_device_few_rows_are_found_without_waiting_for_it(cuda):
+    worlds, buffer, reference = Worlds(3), make_buffer(30, PairStorage, "cuda:0"), Reference(30)
+    rows, names = worlds.rows(20)
+    buffer.extend(rows.to("cuda:0"))
+    reference.extend(names)
+    buffer.sampler.synchronize(buffer.storage)
+    for _ in range(50):
+        rows, names = worlds.rows(1)
+        row = rows[0].to("cuda:0")
+        if cuda is not None:
+            cuda.clear()
+        buffer.add(row)
+        buffer.sampler.synchronize(buffer.storage)
+        if cuda is not None:
+            assert not cuda.reads
+        reference.extend(names)
+        assert successors(buffer) == reference.successors()
 
 
 def test_batches_mix_consecutive_transitions():
@@ -273,8 +314,6 @@ def test_rows_that_are_not_finite_follow_no_one():
 
 @pytest.mark.parametrize("entries", [RECIPE, None])
 def test_fingerprints_that_collide_do_not_make_a_pair(entries, monkeypatch):
-    from nmer_torchrl.tracking import succession
-
     monkeypatch.setattr(succession, "fingerprint", lambda rows: torch.zeros(len(rows)).long())
     rows, names = Worlds(2).rows(25)
     if entries is not None:
@@ -288,8 +327,6 @@ def test_fingerprints_that_collide_do_not_make_a_pair(entries, monkeypatch):
 
 
 def test_fingerprints_that_collide_do_not_join_trajectories(monkeypatch):
-    from nmer_torchrl.tracking import succession
-
     monkeypatch.setattr(succession, "fingerprint", lambda rows: torch.zeros(len(rows)).long())
     rows, _ = Worlds(1, end=0.0).rows(6)
     rows["collector", "traj_ids"][3:] = 7

@@ -15,7 +15,7 @@ from nmer_torchrl.metrics.base import Metric, Space
 from nmer_torchrl.neighbors import NeighborSearch, PointTable, Search, SearchName, make_search
 from nmer_torchrl.neighbors.exact import BLOCK, nearest, relative_error
 from nmer_torchrl.tracking.covariance import RunningCovariance
-from nmer_torchrl.tracking.standardize import settle
+from nmer_torchrl.tracking.standardize import recompute_if_doubtful
 
 _DRIFT = 0.05  # of the whitening, as a logarithm of distances, after which it is renewed
 _WIDER = 8  # times as many candidates, where those asked for first prove too little
@@ -164,7 +164,7 @@ class WhitenedSpace(Space):
     def view(self) -> Whitening:
         """See `Space.view`."""
         if self._current is None:
-            settle(self.statistics, self.table.present)
+            recompute_if_doubtful(self.statistics, self.table.present)
             self._current = Whitening.of(self.statistics, self._shrinkage)
         return self._current
 

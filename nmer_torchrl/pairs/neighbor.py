@@ -16,7 +16,7 @@ from nmer_torchrl.metrics import Metric
 from nmer_torchrl.neighbors import NeighborSearch, SearchName
 from nmer_torchrl.pairs.base import Pairing
 from nmer_torchrl.pairs.cap import Cap, QuantileCap
-from nmer_torchrl.pairs.neighborhood import Neighborhood, check_k
+from nmer_torchrl.pairs.neighborhood import StoredNeighbors, check_k
 from nmer_torchrl.tracking.rows import check_positions
 
 
@@ -35,7 +35,7 @@ class NearPairing(Pairing):
         generator: torch.Generator | None = None,
     ) -> None:
         self.cap = None if max_distance is None else Cap(max_distance)
-        self.neighborhood = Neighborhood(k, search, keys, value_keys, metric)
+        self.neighborhood = StoredNeighbors(k, search, keys, value_keys, metric)
         super().__init__(self.neighborhood.rows, generator)
 
     @property

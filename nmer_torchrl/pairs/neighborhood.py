@@ -20,7 +20,7 @@ from nmer_torchrl.tracking.rows import StoredRows, stored_entries
 from nmer_torchrl.tracking.standardize import looks_every
 
 # Whom an object that was given as `search` serves, by its id: it lives as long as they do.
-_SERVES: weakref.WeakValueDictionary[int, Neighborhood] = weakref.WeakValueDictionary()
+_SERVES: weakref.WeakValueDictionary[int, StoredNeighbors] = weakref.WeakValueDictionary()
 
 
 def check_k(k: int) -> None:
@@ -39,7 +39,7 @@ def check_metric(metric: Metric) -> Metric:
     return metric
 
 
-class Neighborhood:
+class StoredNeighbors:
     """Keeps a neighbour search and the statistics of a metric in step with a storage.
 
     Args:

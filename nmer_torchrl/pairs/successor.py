@@ -85,10 +85,7 @@ class SuccessorPairs(Pairing):
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
         """Notes that these positions have been written, in this order."""
         with self.lock:
-            super().mark_update(index, storage=storage)
-            if storage is not None:
-                self.succession.note_storage(storage)
-            self.succession.note_write(index)
+            self.succession.announce(index, storage)
 
     def clear(self) -> None:
         """Forgets all rows and their order; the next draw reads the whole storage."""

@@ -26,7 +26,7 @@ DOUBT = 1e-9  # rounding in a variance, as a share of it, after which to compute
 _LOOK = 256  # writes between two looks at numbers on a device, each of which waits for it
 
 
-def settle(statistics: Any, stored: Callable[[], Tensor]) -> None:
+def recompute_if_doubtful(statistics: Any, stored: Callable[[], Tensor]) -> None:
     """Recomputes statistics from the stored points `[n, d]` if too much rounding has gathered."""
     if statistics.doubt > DOUBT:
         statistics.recompute(stored())
@@ -128,7 +128,7 @@ class RunningStandardizer:
         """
         if self._unchecked >= looks_every(self.device):
             self._unchecked = 0
-            settle(self, stored)
+            recompute_if_doubtful(self, stored)
 
     @property
     def doubt(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from nmer_torchrl.tracking.rows import StoredRows, stored_entries, written_posit
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _CHUNK = 65_536
+_FEW = 16  # new rows that are sooner compared with all rows of a device than read from it
 
 
 class Succession:
@@ -33,7 +33,9 @@ class Succession:
 
     The order of writing is that of a ring: positions upwards, around the end, to the one that the
     buffer wrote last. Writes that continue the ring cost time in proportion to the new rows; any
-    other change has all rows matched anew, which is a sort.
+    other change has all rows matched anew, which is a sort. Both look rows up in a dictionary on
+    the host. On another device few new rows are compared with all rows there instead, so that the
+    host does not wait for them.
 
     Args:
         keys: Observations and actions.
@@ -61,17 +63,19 @@ class Succession:
         self._reset()
 
     def _reset(self) -> None:
-        self._storage: weakref.ref[Storage] | None = None
         self._capacity = 0
         self._written = 0  # rows since the last match, of which the first is at `_first`,
         self._first = 0
         self._continued = False  # and which continue the ring
         self._changed: list[Tensor] = []
-        self._marks = np.empty((0, 2), np.int64)  # fingerprints of the states of start and end
-        self._counts = np.empty((0, 2), np.bool_)  # whether the row may follow, and be followed
-        self._alone = np.empty(0, np.bool_)  # whether no successor has been found
         self._successor = torch.empty(0, dtype=torch.int64)
-        self._waiting: dict[int, int] = {}  # of the state in which a row ends, to that row
+        # For each row: fingerprints of the states in which it starts and ends, whether it may
+        # follow and be followed, and whether a row that follows it may yet come.
+        self._marks = torch.empty(0, 2, dtype=torch.int64)
+        self._counts = torch.empty(0, 2, dtype=torch.bool)
+        self._waits = torch.empty(0, dtype=torch.bool)
+        # From such an end to the row that waits, of which there is one at most; None on a device.
+        self._waiting: dict[int, int] | None = {}
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("observations", "end_keys", "trajectory_key", "rows", "newest")
@@ -87,17 +91,14 @@ class Succession:
         self.newest = None
         self._reset()
 
-    def note_storage(self, storage: Storage) -> None:
-        """This is the storage that the buffer writes to."""
-        if self._storage is None or self._storage() is not storage:
-            if self._storage is not None:  # another one: what is known of its order is void
-                self.clear()
-            self._storage, self._capacity = weakref.ref(storage), storage.max_size
-
-    def note_write(self, index: int | Tensor) -> None:
-        """The buffer has written these positions, in this order."""
-        positions = written_positions(index, self._storage and self._storage())
-        if not len(positions) or not self._capacity:
+    def announce(self, index: int | Tensor, storage: Storage | None) -> None:
+        """Notes that the buffer has written these positions, in this order."""
+        if storage is None and (storage := self.rows.storage) is None:
+            return
+        self._turn_to(storage)
+        self.rows.announce(index, storage)
+        positions = written_positions(index, storage)
+        if not len(positions):
             return
         first, last = int(positions[0]), int(positions[-1])
         if not self._written:
@@ -108,9 +109,14 @@ class Succession:
         self._written += len(positions)
         self.newest = last
 
+    def _turn_to(self, storage: Storage) -> None:
+        if self.rows.follows_another(storage):  # what is known of its order is void
+            self.clear()
+        self._capacity = storage.max_size
+
     def synchronize(self, storage: Storage) -> None:
         """Takes up whatever has changed in the storage."""
-        self.note_storage(storage)
+        self._turn_to(storage)
         for index, points in self.rows.changes(storage):
             self._read(stored_entries(storage), index, points)
             self._changed.append(index)
@@ -124,14 +130,19 @@ class Succession:
 
     def _read(self, data: TensorDictBase, index: Tensor, points: Tensor) -> None:
         """Takes up rows at `[n]` positions, whose states are `[n, 2 * d]`."""
+        device = points.device
         if not len(self._marks):
             self._check_widths(data)
-            self._marks = np.zeros((self._capacity, 2), np.int64)
-            self._counts = np.zeros((self._capacity, 2), np.bool_)
-            self._successor = torch.full((self._capacity,), -1, device=points.device)
-            self._alone = np.ones(self._capacity, np.bool_)
-        positions, rows = index.numpy(), as_rows(index, points.device)
-        self._stop_waiting(positions)
+            self._successor = torch.full((self._capacity,), -1, device=device)
+            self._marks = torch.zeros((self._capacity, 2), dtype=torch.int64, device=device)
+            self._counts = torch.zeros((self._capacity, 2), dtype=torch.bool, device=device)
+            self._waits = torch.zeros(self._capacity, dtype=torch.bool, device=device)
+            self._waiting = {} if device.type == "cpu" else None
+        rows = as_rows(index, device)
+        if self._waiting:  # what stood here has no successor to come
+            for mark in self._marks[rows, 1][self._waits[rows]].tolist():
+                self._waiting.pop(mark, None)
+        self._waits[rows] = False
         states = fingerprint(points.reshape(2 * len(points), -1)).reshape(-1, 2)
         usable = finite_rows(points)
         goes_on = usable
@@ -141,9 +152,8 @@ class Succession:
         if data.get(self.trajectory_key, None) is not None:
             names = get_entry(data, self.trajectory_key)[rows].reshape(len(index), -1)
             states = states + fingerprint(names.long()).unsqueeze(-1)
-        # One copy for both, since each waits for the device.
-        read = torch.cat([states, torch.stack([usable, goes_on], -1)], -1).cpu().numpy()
-        self._marks[positions], self._counts[positions] = read[:, :2], read[:, 2:]
+        self._marks[rows] = states
+        self._counts[rows] = torch.stack([usable, goes_on], -1)
 
     def _check_widths(self, data: TensorDictBase) -> None:
         for key in self.observations:
@@ -155,28 +165,28 @@ class Succession:
                     "comparing the two, so store both in the same form."
                 )
 
-    def _stop_waiting(self, positions: Array) -> None:
-        """What stood at these positions has no successor to come."""
-        if self._waiting:
-            alone = self._alone[positions] & self._counts[positions, 1]
-            for position in positions[alone].tolist():
-                mark = int(self._marks[position, 1])
-                if self._waiting.get(mark) == position:
-                    del self._waiting[mark]
-
     def _match(self, data: TensorDictBase) -> None:
         """Finds the successors that have come with the rows that have changed."""
-        length = self.rows.length
+        length, waiting = self.rows.length, self._waiting
         order = self._new_rows(length)
         if order is None:  # all rows, from the oldest to the newest
             newest = length - 1 if self.newest is None else min(self.newest, length - 1)
             order = (newest + 1 + np.arange(length)) % length
-            self._waiting = {}
+            waiting = {}
+            self._waits.fill_(False)
             self._successor.fill_(-1)
-        self._alone[order] = True
-        self._successor[as_rows(torch.from_numpy(order), self._successor.device)] = -1
-        counts = self._counts[order].reshape(-1)
-        mark = self._marks[order].reshape(-1)[counts]  # start and end of each row in turn
+        elif waiting is None and len(order) <= _FEW:
+            for position in order.tolist():
+                self._compare(data, position)
+            return
+        elif waiting is None:
+            those = self._waits.nonzero().squeeze(1)
+            waiting = dict(zip(self._marks[those, 1].tolist(), those.tolist(), strict=True))
+        rows = as_rows(torch.from_numpy(order), self._successor.device)
+        self._successor[rows] = -1
+        read = torch.cat([self._marks[rows], self._counts[rows]], -1).cpu().numpy()
+        counts = read[:, 2:].reshape(-1) > 0
+        mark = read[:, :2].reshape(-1)[counts]  # start and end of each row in turn
         ends = np.arange(2 * len(order))[counts]
         by_mark = np.argsort(mark, kind="stable")
         mark, ends = mark[by_mark], ends[by_mark]
@@ -187,13 +197,29 @@ class Succession:
         joined = same & ends[:-1] & ~ends[1:]
         before, after = position[:-1][joined], position[1:][joined]
         first = np.concatenate([[True], ~same])[: len(mark)]
-        if self._waiting:
-            met = self._meet(mark[first], position[first], ends[first])
+        if waiting:
+            met = self._meet(waiting, mark[first], position[first], ends[first])
             before, after = np.concatenate([before, met[0]]), np.concatenate([after, met[1]])
-        self._alone[before] = False
         last = np.concatenate([~same, [True]])[-len(mark) :] & ends
-        self._waiting.update(zip(mark[last].tolist(), position[last].tolist(), strict=True))
+        waiting.update(zip(mark[last].tolist(), position[last].tolist(), strict=True))
+        self._waits[as_rows(torch.from_numpy(position[last]), self._waits.device)] = True
+        self._waiting = None if self._waiting is None else waiting
         self._link(data, torch.from_numpy(before), torch.from_numpy(after))
+
+    def _compare(self, data: TensorDictBase, position: int) -> None:
+        """Finds the row that a new one follows on the device, by comparing it with all that wait.
+
+        This is what `_match` does for one row.
+        """
+        here, ends = slice(position, position + 1), self._marks[:, 1]
+        start, end = self._marks[here].unbind(1)
+        follows, goes_on = self._counts[here].unbind(1)
+        met = self._waits & (ends == start) & follows  # at most one
+        self._successor[here] = -1
+        after = torch.full_like(start, position)
+        self._link(data, met.int().argmax(0, keepdim=True), after, ~met.any())
+        self._waits &= ~(met | ((ends == end) & goes_on))
+        self._waits[here] = goes_on
 
     def _new_rows(self, length: int) -> Array | None:
         """Positions in order of writing if what has changed is a continuation of the ring."""
@@ -202,21 +228,31 @@ class Succession:
             return None
         return (self._first + np.arange(self._written)) % self._capacity
 
-    def _meet(self, marks: Array, positions: Array, ends: Array) -> tuple[Array, Array]:
+    def _meet(
+        self, waits: dict[int, int], marks: Array, positions: Array, ends: Array
+    ) -> tuple[Array, Array]:
         """Those that waited and the new rows that start where they ended; the rest wait no more."""
         before, after = [], []
         rows: Iterable[tuple[int, int, bool]] = zip(
             marks.tolist(), positions.tolist(), ends.tolist(), strict=True
         )
         for mark, position, end in rows:
-            waiting = self._waiting.pop(mark, None)
-            if waiting is not None and not end:
+            waiting = waits.pop(mark, None)
+            if waiting is None:
+                continue
+            self._waits[waiting] = False
+            if not end:
                 before.append(waiting)
                 after.append(position)
         return np.array(before, np.int64), np.array(after, np.int64)
 
-    def _link(self, data: TensorDictBase, before: Tensor, after: Tensor) -> None:
-        """Writes down pairs that are equal in truth, not by their fingerprints alone."""
+    def _link(
+        self, data: TensorDictBase, before: Tensor, after: Tensor, none: Tensor | None = None
+    ) -> None:
+        """Writes down pairs that are equal in truth, not by their fingerprints alone.
+
+        `none` is true if there is no such pair, after all.
+        """
         device = self._successor.device
         trajectories = data.get(self.trajectory_key, None)
         for i, j in zip(before.split(_CHUNK), after.split(_CHUNK), strict=True):
@@ -224,9 +260,10 @@ class Succession:
                 continue
             i, j = i.to(device, non_blocking=True), j.to(device, non_blocking=True)
             differ = torch.zeros(len(i), dtype=torch.bool, device=device)
+            differ = differ if none is None else differ | none
             for key in self.observations:
                 start, end = get_entry(data, key)[j], get_entry(data, next_key(key))[i]
                 differ |= any_feature(start != end, 1)
             if trajectories is not None:
                 differ |= any_feature(trajectories[i] != trajectories[j], 1)
-            self._successor[i] = torch.where(differ, -1, j)
+            self._successor[i] = torch.where(differ, self._successor[i], j)

@@ -147,7 +147,7 @@ def bench_million(args: argparse.Namespace) -> list[dict[str, Any]]:
             buffer.extend(next(rows)[:1])
         buffer.sample()
     search = buffer.sampler.unit.neighborhood.search
-    graph = tensor_bytes(search, search._metric, search._lists)
+    graph = tensor_bytes(search, search._scaled, search._lists)
     counted = {
         "storage": buffer.storage[:].bytes(),
         "points": tensor_bytes(search.table),

@@ -22,8 +22,8 @@ entries within its reach is made anew when it is asked for, so that answers are 
 under the working scale. With `exact=True` they are proven under the very scale of the query, or
 searched again.
 
-`metric.py` measures distances under the working scale, `lists.py` holds the lists, and `graph.py`
-decides what is done when.
+`scaled_points.py` measures distances under the working scale, `lists.py` holds the lists, and
+`graph.py` decides what is done when.
 """
 
 from nmer_torchrl.neighbors.graph.graph import NeighborGraph

@@ -12,7 +12,7 @@ from nmer_torchrl.functional import as_rows, fingerprint
 from nmer_torchrl.neighbors.base import PointTable, Search
 from nmer_torchrl.neighbors.exact import nearest, refine
 from nmer_torchrl.neighbors.graph.lists import Lists
-from nmer_torchrl.neighbors.graph.metric import Metric
+from nmer_torchrl.neighbors.graph.scaled_points import ScaledPoints
 from nmer_torchrl.neighbors.torch import TorchSearch
 
 _BLOCK = 128  # arrivals that are worth a sweep
@@ -63,7 +63,7 @@ class NeighborGraph(Search):
         self.candidates = candidates
         self.exact = exact
         self.table = PointTable()
-        self._metric = Metric(self.table)
+        self._scaled = ScaledPoints(self.table)
         self._lists = Lists(k, candidates)
         self.clear()
 
@@ -73,7 +73,7 @@ class NeighborGraph(Search):
     def clear(self) -> None:
         """See `NeighborSearch.clear`."""
         self.table.clear()
-        self._metric.clear()
+        self._scaled.clear()
         self._lists.clear(self.table.points.device)
         self._waits = torch.empty(0, dtype=torch.bool)  # which positions wait to be inserted
         self._arrivals: list[Tensor] = []  # the same, in order of arrival
@@ -101,7 +101,7 @@ class NeighborGraph(Search):
 
     def _grow(self) -> None:
         size, device, before = len(self.table.points), self.table.points.device, self._waits
-        self._metric.resize()
+        self._scaled.resize()
         self._lists.resize(size, device)
         self._waits = torch.zeros(size, dtype=torch.bool, device=device)
         self._waits[: len(before)] = before
@@ -118,10 +118,10 @@ class NeighborGraph(Search):
         waiting = stale = False
         if not isinstance(rows, slice) or rows.start < size:
             waiting = bool(self._waits[rows].any())
-            stale = bool(self._metric.norms[rows].isfinite().any())
+            stale = bool(self._scaled.norms[rows].isfinite().any())
         if stale or waiting:
             self._stale |= stale
-            self._metric.norms[rows] = torch.inf
+            self._scaled.norms[rows] = torch.inf
             self._lists.forget(rows)
         fresh = index[~self._waits[rows]] if waiting else index
         if len(fresh):
@@ -152,7 +152,7 @@ class NeighborGraph(Search):
         self._counts["inserted"] += len(new)
         many = 2 * len(new) > int(self._lists.listed.sum())
         for block in new.split(_BLOCK):
-            self._metric.include(block)
+            self._scaled.include(block)
             if not many:
                 self._make_lists(block, self._first_bound(block), offer=True)
         if many:  # making lists when they are asked for costs less
@@ -199,18 +199,18 @@ class NeighborGraph(Search):
 
     def _make_lists(self, rows: Tensor, bound: Tensor, *, offer: bool) -> None:
         """Makes the lists of `[m]` rows, given bounds on their reach; offers the rows to others."""
-        lists, metric = self._lists, self._metric
+        lists, scaled = self._lists, self._scaled
         # Where anything is within reach, a number that no distance exceeds does the same.
-        far = metric.beyond_all(rows)
+        far = scaled.beyond_all(rows)
         limit, reach = bound.clamp_max(far), None
         if offer:
             reach = torch.where(lists.listed, lists.reach.clamp_max(far), -torch.inf)
-        row, column, least = metric.sweep(rows, limit, reach)
+        row, column, least = scaled.sweep(rows, limit, reach)
         if reach is not None:
             taken = least < reach[column]
-            self._renew(lists.offer(rows[row[taken]], column[taken], metric))
+            self._renew(lists.offer(rows[row[taken]], column[taken], scaled))
         mine = (least < limit[row]) & (column != rows[row])
-        lists.keep(rows, bound, (row[mine], column[mine], least[mine]), metric)
+        lists.keep(rows, bound, (row[mine], column[mine], least[mine]), scaled)
         self._renew(rows)
 
     def _first_bound(self, rows: Tensor) -> Tensor:
@@ -219,26 +219,26 @@ class NeighborGraph(Search):
         From the products of a sweep where they are few. Else from some columns all over the table,
         and then from the lists of the nearest ones found.
         """
-        c, metric = self.candidates, self._metric
+        c, scaled = self.candidates, self._scaled
         if len(rows) * self.table.size <= _FEW:
-            return metric.bound(rows, c + 1) * (1 + 1e-3) + 1e-6  # the row itself may be there
+            return scaled.bound(rows, c + 1) * (1 + 1e-3) + 1e-6  # the row itself may be there
         if self._sample is None:
-            inside = metric.norms.isfinite()
+            inside = scaled.norms.isfinite()
             columns = (inside & self._lists.listed).nonzero().squeeze(1)
             if len(columns) < _SAMPLE // 4:
                 columns = inside.nonzero().squeeze(1)
             self._sample = columns[:: max(len(columns) // _SAMPLE, 1)]
-        columns = self._sample[metric.norms[self._sample].isfinite()]
+        columns = self._sample[scaled.norms[self._sample].isfinite()]
         if len(columns) <= c:
             return torch.full((len(rows),), torch.inf, device=rows.device)
-        distances = torch.cdist(metric.centered(rows), metric.centered(columns)).square_()
+        distances = torch.cdist(scaled.centered(rows), scaled.centered(columns)).square_()
         best, column = distances.topk(c + 1, largest=False)
         near = columns[column]  # one more than C, since the row itself may be there
         around = self._lists.positions[near[:, :6]].flatten(1).long()
         around = torch.cat([near, around], 1).sort(1).values
-        around.masked_fill_(metric.norms[around].isinf(), -1)  # not in the graph (any more)
+        around.masked_fill_(scaled.norms[around].isinf(), -1)  # not in the graph (any more)
         around[:, 1:].masked_fill_(around[:, 1:] == around[:, :-1], -1)
-        closer = nearest(metric.direct(rows, around), around, c + 1)[0][:, -1]
+        closer = nearest(scaled.direct(rows, around), around, c + 1)[0][:, -1]
         return torch.minimum(best[:, -1], closer) * (1 + 1e-3) + 1e-6
 
     # -- drift -------------------------------------------------------------------------------------
@@ -249,26 +249,26 @@ class NeighborGraph(Search):
             return
         self._last = scale
         current = scale.to("cpu", torch.float64)
-        if not len(self._metric.scale):
+        if not len(self._scaled.scale):
             self._ordered_under = current
-            self._metric.work_under(current)
+            self._scaled.work_under(current)
             return
-        factor, drift = self._metric.compare(current, self._metric.scale)
+        factor, drift = self._scaled.compare(current, self._scaled.scale)
         if drift > _RESCORE or abs(factor) > _FACTOR:
             self._rescore(current)
 
     def _rescore(self, scale: Tensor) -> None:
         """Puts all lists into order under another scale."""
         self._complete = False
-        worst = float((scale / self._metric.scale).min()) ** 2 * self._metric.safety()
-        self._metric.work_under(scale)
+        worst = float((scale / self._scaled.scale).min()) ** 2 * self._scaled.safety()
+        self._scaled.work_under(scale)
         self._side = self._limits = None
         head = self.candidates
-        if self._metric.drift(scale, self._ordered_under) < _REORDER:
+        if self._scaled.drift(scale, self._ordered_under) < _REORDER:
             head = min(self.k + 6, head)  # none from farther down has come among the first k
         else:
             self._ordered_under = scale
-        self._lists.rescore(self.table.size, head, self._metric, worst=worst)
+        self._lists.rescore(self.table.size, head, self._scaled, worst=worst)
         self._counts["rescored"] += 1
 
     # -- asking ------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ class NeighborGraph(Search):
         """Answers `[q, k]` put right where one that waits is nearer, or has been overwritten."""
         asked, k = index, found.shape[1]
         norms, left = self._arrivals_side()
-        distances = torch.addmm(norms, left, self._metric.right(index).T)
+        distances = torch.addmm(norms, left, self._scaled.right(index).T)
         doubtful = distances.amin(0) < self._thresholds().index_select(0, index)
         if self._stale:
             doubtful |= self._waits.take(found).any(1)
@@ -321,7 +321,7 @@ class NeighborGraph(Search):
         waiting = self._waiting()
         arrivals = waiting.expand(len(index), -1)
         listed, known = self._candidates(index)
-        new = _differences(self._metric.centered(index), self._metric.centered(waiting))
+        new = _differences(self._scaled.centered(index), self._scaled.centered(waiting))
         absent = arrivals == index.unsqueeze(1)
         if self.table.holes:
             absent |= ~self.table.valid[arrivals]
@@ -338,10 +338,10 @@ class NeighborGraph(Search):
         return found.index_copy_(0, rows, merged)
 
     def _arrivals_side(self) -> tuple[Tensor, Tensor]:
-        """The arrivals' side, as of `Metric.left`, of lower bounds on distances."""
+        """The arrivals' side, as of `ScaledPoints.left`, of lower bounds on distances."""
         if self._side is None:
             arrivals = self._waiting()
-            norms, left = self._metric.left(arrivals)
+            norms, left = self._scaled.left(arrivals)
             if self.table.holes:
                 norms.masked_fill_(~self.table.valid[arrivals], torch.inf)
             self._side = norms.unsqueeze(1), left
@@ -350,15 +350,15 @@ class NeighborGraph(Search):
     def _thresholds(self) -> Tensor:
         """What `[n]` the arrivals' side must fall below to come among a row's first k."""
         if self._limits is None:
-            self._limits = torch.empty_like(self._metric.norms)
+            self._limits = torch.empty_like(self._scaled.norms)
             self._renew(slice(None))
         return self._limits
 
     def _renew(self, rows: Tensor | slice) -> None:
         """Brings the thresholds of rows whose lists have changed up to date."""
         if self._limits is not None:
-            norms, last = self._metric.norms[rows], self._lists.distances[rows, self.k - 1]
-            limits = last - norms * self._metric.kept_of_norms()
+            norms, last = self._scaled.norms[rows], self._lists.distances[rows, self.k - 1]
+            limits = last - norms * self._scaled.kept_of_norms()
             # Those that wait themselves have been compared with no other that does.
             self._limits[rows] = limits.masked_fill_(self._waits[rows], torch.inf)
 
@@ -368,8 +368,8 @@ class NeighborGraph(Search):
         listed = self._candidates(index)[0]
         arrivals = self._waiting().expand(len(index), -1)
         arrivals = arrivals.masked_fill(arrivals == index.unsqueeze(1), -1)
-        drift = float((scale.cpu() / self._metric.scale).min()) ** 2
-        frontier = self._lists.reach[index].double() * (drift * self._metric.safety())
+        drift = float((scale.cpu() / self._scaled.scale).min()) ** 2
+        frontier = self._lists.reach[index].double() * (drift * self._scaled.safety())
         frontier.masked_fill_(~self._lists.listed[index], -1.0)
         candidates = torch.cat([listed, arrivals], 1)
         scale = scale.to(candidates.device, torch.float64)
@@ -389,7 +389,7 @@ class NeighborGraph(Search):
         size, lists = self.table.size, self._lists
         listed = lists.listed[:size]
         last = lists.distances[:size][listed][:, self.k - 1]
-        proven = last <= lists.reach[:size][listed] * self._metric.safety()
+        proven = last <= lists.reach[:size][listed] * self._scaled.safety()
         return {
             "points": int(self.table.valid[:size].sum()),
             "lists": int(listed.sum()),
@@ -406,7 +406,7 @@ class NeighborGraph(Search):
             "points": self._fingerprints(),
             "arrivals": self._waiting(),
             "waits": self._waits[: self.table.size].clone(),
-            "metric": self._metric.state_dict(),
+            "scaled": self._scaled.state_dict(),
             "lists": self._lists.state_dict(self.table.size),
             **{name: getattr(self, name) for name in _STATE},
         }
@@ -423,7 +423,7 @@ class NeighborGraph(Search):
         same = now[: len(then)] == then[: len(now)]
         if len(then) > len(now) or 2 * same.sum() < len(then):
             return
-        self._metric.load_state_dict(state["metric"])
+        self._scaled.load_state_dict(state["scaled"])
         self._lists.load_state_dict(state["lists"])
         for name in _STATE:
             setattr(self, name, state[name])
@@ -441,9 +441,9 @@ class NeighborGraph(Search):
         own = self.state_dict()
         return (
             own.keys() <= state.keys()
-            and all(own[name].keys() <= state[name].keys() for name in ("metric", "lists"))
+            and all(own[name].keys() <= state[name].keys() for name in ("scaled", "lists"))
             and state["lists"]["positions"].shape[1] == self.candidates
-            and len(state["metric"]["center"]) == self.table.points.shape[1]
+            and len(state["scaled"]["center"]) == self.table.points.shape[1]
         )
 
     def _fingerprints(self) -> Tensor:

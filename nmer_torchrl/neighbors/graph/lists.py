@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nmer_torchrl.neighbors.exact import nearest
-from nmer_torchrl.neighbors.graph.metric import Metric
+from nmer_torchrl.neighbors.graph.scaled_points import ScaledPoints
 
 # What is kept for each point, and its value where there is nothing.
 _EMPTY = {"positions": -1, "distances": math.inf, "slack": 1.0, "reach": 0.0, "listed": False}
@@ -59,7 +59,7 @@ class Lists:
         rows: Tensor,
         bound: Tensor,
         pairs: tuple[Tensor, Tensor, Tensor],
-        metric: Metric,
+        scaled: ScaledPoints,
     ) -> None:
         """Makes the lists of `[m]` rows from `[h]` pairs that hold all points within the bound."""
         (row, column, least), width = pairs, self.candidates + 1
@@ -69,11 +69,11 @@ class Lists:
         if len(row):
             target, columns, coarse = _by_row(row, column, least)
             some_coarse, some = nearest(coarse, columns, width + 3)
-            best, chosen = nearest(metric.direct(rows[target], some), some, width)
+            best, chosen = nearest(scaled.direct(rows[target], some), some, width)
             left_out = some_coarse[:, -1]  # what was left out is no nearer than this
             again = (left_out < best[:, self.k - 1]).nonzero().squeeze(1)
             if len(again):  # rounding is coarser than the distances are: rank them all
-                exact = metric.direct(rows[target[again]], columns[again])
+                exact = scaled.direct(rows[target[again]], columns[again])
                 best[again], chosen[again] = nearest(exact, columns[again], width)
                 left_out[again] = torch.inf
             distances[target], positions[target] = best, chosen
@@ -84,14 +84,14 @@ class Lists:
         self.reach[rows] = torch.minimum(distances[:, -1], bound)
         self.listed[rows] = True
 
-    def offer(self, new: Tensor, rows: Tensor, metric: Metric) -> Tensor:
+    def offer(self, new: Tensor, rows: Tensor, scaled: ScaledPoints) -> Tensor:
         """Puts new points `[h]` into the lists of `[h]` rows wherever they are within reach.
 
         Returns the rows whose lists have changed.
         """
         apart = new != rows
         new, rows = new[apart], rows[apart]
-        distances = metric.direct(rows, new.unsqueeze(1)).squeeze(1)
+        distances = scaled.direct(rows, new.unsqueeze(1)).squeeze(1)
         within = distances < self.reach[rows]
         new, rows, distances = new[within], rows[within], distances[within]
         if not len(new):
@@ -126,8 +126,8 @@ class Lists:
             touched.append(rows)
         return torch.cat(touched)
 
-    def rescore(self, size: int, head: int, metric: Metric, *, worst: float) -> None:
-        """Puts the first `head` entries of the first `size` lists into the metric's order.
+    def rescore(self, size: int, head: int, scaled: ScaledPoints, *, worst: float) -> None:
+        """Puts the first `head` entries of the first `size` lists into the order of now.
 
         The rest of each list is estimated to have changed by the mean factor. No distance has
         fallen below `worst` of what it was, so a reach keeps that share, and an estimate is at most
@@ -137,7 +137,7 @@ class Lists:
         before = after = 0.0
         for rows in torch.arange(size, device=self.positions.device).split(8_192):
             positions, old = self.positions[rows, :head].long(), self.distances[rows, :head]
-            new = metric.direct(rows, positions)
+            new = scaled.direct(rows, positions)
             before += float(old.masked_fill(positions < 0, 0.0).sum())
             after += float(new.masked_fill(positions < 0, 0.0).sum())
             self.distances[rows, :head], order = new.sort(1)

@@ -19,7 +19,7 @@ _FEW = 2**16  # numbers that are not worth the trouble
 _STATE = ("scale", "factors", "center", "offset", "largest", "varies", "constants")
 
 
-class Metric:
+class ScaledPoints:
     """The points of a table under a working scale: products for sweeps, differences for answers.
 
     Points take part in sweeps once they are included; `norms` is infinite for all others. All
