@@ -6,21 +6,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu  # isort: skip
+
 BENCHMARK = Path(__file__).parents[1] / "recipes" / "benchmarks" / "gpu.py"
 METHODS = ["uniform", "nmer, torch", "nmer, graph"]
 
 
-def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(BENCHMARK), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
-    assert result.returncode == code, result.stderr
-    return result
-
-
-def test_every_part_is_measured_and_written_with_the_versions(tmp_path):
+def test_every_part_is_measured_and_written_with_the_versions(
+    tmp_path, monkeypatch, capsys, only_recipe_configs
+):
     small = ["--device", "cpu", "--sizes", "130", "--widths", "23", "--hidden", "8"]
-    told = run(*small, "--methods", *METHODS, "--out", str(tmp_path)).stdout
+    words = ["gpu.py", *small, "--methods", *METHODS, "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(gpu, "_SECONDS", 0.01)
+    gpu.main()
+    told = capsys.readouterr().out
     with (tmp_path / "gpu.csv").open() as file:
         rows = list(csv.DictReader(file))
     found = {(row["what"], row["method"], row["batches"]) for row in rows}
@@ -36,7 +36,8 @@ def test_every_part_is_measured_and_written_with_the_versions(tmp_path):
 
 
 def test_a_machine_without_a_gpu_is_told_what_to_try(tmp_path):
-    import torch
-
-    if not torch.cuda.is_available():
-        assert "--device cpu" in run("--out", str(tmp_path), code=1).stderr
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(BENCHMARK), "--out", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert result.returncode == 1
+    assert "--device cpu" in result.stderr

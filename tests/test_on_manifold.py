@@ -4,7 +4,7 @@ import csv
 
 import pytest
 import torch
-from recipe_helpers import make_config, run
+from recipe_helpers import make_config, start
 from tensordict import TensorDict
 
 import on_manifold  # isort: skip
@@ -26,7 +26,7 @@ def numbers(path) -> list[dict[str, str]]:
 
 def test_a_run_compares_all_methods_at_all_sizes_and_draws_them(tmp_path, monkeypatch):
     arguments = ["env=Hopper", "sizes=[100,300]", "repeats=2", "out=out", "cache=cache", *SMALL]
-    run("on_manifold", *arguments, cwd=tmp_path)
+    start("on_manifold", *arguments, cwd=tmp_path)
     rows = numbers(tmp_path / "out" / "Hopper.csv")
     methods = [*make_config("on_manifold").methods, "floor"]
     assert [(row["size"], row["method"]) for row in rows] == [

@@ -138,7 +138,7 @@ def test_a_task_of_dm_control_by_name():
 
 
 def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
-    (tmp_path / checkpoint.FILE).write_bytes(b"not a checkpoint")
+    (tmp_path / checkpoint.CHECKPOINT).write_bytes(b"not a checkpoint")
     with pytest.raises(config.UsageError, match="cannot be read as a checkpoint"):
         checkpoint.Checkpoint(tmp_path).load()
 

@@ -17,6 +17,7 @@ from recipe_helpers import (
     make_config,
     metrics,
     run,
+    start,
     train,
     train_and_kill,
     without_times,
@@ -113,7 +114,7 @@ def test_a_run_stopped_by_ctrl_c_goes_on_number_for_number(tmp_path):
     with pytest.raises(config.UsageError, match=r"another config.* gamma=0.99"):
         Run(make_config("td3", *TINY, *arguments, "gamma=0.9", f"resume={directory}"))
 
-    run("td3", *TINY, *arguments, f"resume={directory}", cwd=tmp_path)
+    start("td3", *TINY, *arguments, f"resume={directory}", cwd=tmp_path)
     assert without_times(metrics(directory)) == train("td3", tmp_path / "whole", *arguments)
 
 
@@ -181,8 +182,11 @@ def test_sac_learns_to_balance_for_longer(tmp_path):
 
 
 @TD3
-def test_an_unknown_environment_lists_the_known_ones(tmp_path):
-    errors = run("sac", "env=Hoper", "logger=none", cwd=tmp_path, code=1).stderr
+def test_an_unknown_environment_lists_the_known_ones(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        start("sac", "env=Hoper", "logger=none", cwd=tmp_path)
+    assert ended.value.code == 1
+    errors = capsys.readouterr().err
     for word in ("Hoper", "Hopper", "Walker2d"):
         assert word in errors
     assert "Traceback" not in errors

@@ -142,11 +142,16 @@ def test_probability_of_improvement_counts_pairs_and_half_of_ties():
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**31))
-def test_probability_of_improvement_is_rliables(runs, others, seed):
+def test_statistics_are_rliables(runs, others, seed):
     generator = np.random.default_rng(seed)
     scores, baseline = (generator.integers(0, 4, (n, 3)) * 1.0 for n in (runs, others))
     expected = metrics.probability_of_improvement(scores, baseline)
     assert estimates.improvement(scores, baseline, reps=0).value == pytest.approx(expected)
+    scores = scores + generator.normal(size=scores.shape) / 8
+    assert estimates._trimmed_mean(scores) == metrics.aggregate_iqm(scores)
+    thresholds = np.linspace(0, 4, 9)
+    shares = library.score_distributions(scores, thresholds)
+    assert np.array_equal(estimates._shares_above(scores, thresholds), shares)
 
 
 def test_a_single_run_has_no_interval():

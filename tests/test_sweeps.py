@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from recipe_helpers import make_config, metrics, run
+from recipe_helpers import make_config, metrics, run, start
 
 from common import config  # isort: skip
 from common.directories import place_in_sweep  # isort: skip
@@ -27,8 +27,8 @@ def runs_in(folder: Path) -> dict[str, Path]:
 
 
 def test_a_sweep_runs_all_and_the_same_again_does_only_what_is_left(tmp_path):
-    sweep = ["-m", *TINY, "replay=uniform,nmer", "hydra/launcher=joblib"]
-    run("td3", *sweep, cwd=tmp_path)
+    sweep = ["-m", *TINY, "replay=uniform,nmer"]
+    start("td3", *sweep, cwd=tmp_path)
     runs = runs_in(tmp_path)
     assert len(runs) == 2
     for name, directory in runs.items():
@@ -39,7 +39,7 @@ def test_a_sweep_runs_all_and_the_same_again_does_only_what_is_left(tmp_path):
     before = {name: (directory / "summary.json").stat() for name, directory in runs.items()}
     left = next(name for name in runs if "nmer" in name)
     (runs[left] / "summary.json").unlink()  # as if it had been killed after its checkpoint
-    run("td3", *sweep, cwd=tmp_path)
+    run("td3", *sweep, "hydra/launcher=joblib", cwd=tmp_path)  # side by side
     after = {name: (directory / "summary.json").stat() for name, directory in runs.items()}
     assert [name for name in runs if before[name] != after[name]] == [left]
     assert [row["frames"] for row in metrics(runs[left])] == ["30", "60"]
@@ -51,9 +51,11 @@ def test_jobs_of_submitit_find_the_recipes(tmp_path):
     assert [row["frames"] for row in metrics(directory)] == ["30", "60"]
 
 
-def test_a_run_that_cannot_be_made_does_not_end_those_beside_it(tmp_path):
-    result = run("td3", "-m", *TINY, "batch_size=0,8", cwd=tmp_path, code=1)
-    assert "batch_size=0, but it is an integer, at least 1" in result.stderr
+def test_a_run_that_cannot_be_made_does_not_end_those_beside_it(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        start("td3", "-m", *TINY, "batch_size=0,8", cwd=tmp_path)
+    assert ended.value.code == 1
+    assert "batch_size=0, but it is an integer, at least 1" in capsys.readouterr().err
     (done,) = tmp_path.glob("runs/td3/*/summary.json")
     assert "batch_size=8" in done.parent.name
 
@@ -75,8 +77,9 @@ def test_a_complete_run_of_another_config_is_not_taken_for_this_one(tmp_path):
     assert not place_in_sweep(made, str(tmp_path), "seed=3")
 
 
-def test_jobs_on_a_cluster_are_put_back_into_the_queue(tmp_path):
-    shown = run("sac", "hydra/launcher=submitit_slurm", "--cfg", "hydra", cwd=tmp_path).stdout
+def test_jobs_on_a_cluster_are_put_back_into_the_queue(tmp_path, capsys):
+    start("sac", "hydra/launcher=submitit_slurm", "--cfg", "hydra", cwd=tmp_path)
+    shown = capsys.readouterr().out
     for line in ("cpus_per_task: ${threads}", "max_num_timeout: 20", "timeout_min: 720"):
         assert line in shown
 

@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 import torch
+import torch._inductor.config
 import torchrl.objectives
 from pretend_cuda import pretend_cuda
 from recipe_helpers import make_batch, make_config
@@ -212,9 +213,9 @@ def test_gradients_of_sac_are_clipped_for_each_network_on_its_own():
 def test_a_compiled_block_gives_the_numbers_of_its_steps(algorithm, steps, monkeypatch):
     states = {}
     for compiled in (True, False):
-        agent, cfg, recipe = make_agent(algorithm, "grad_clip=1", "actor_l2=0.1")
+        agent, cfg, recipe = make_agent(algorithm, "grad_clip=1", "actor_l2=0.1", "hidden=[8]")
         if compiled:
-            # Traced as a whole, gradients and all; the test after this one generates code.
+            # Traced as a whole, gradients and all; the test after this one generates code, too.
             compiler = functools.partial(torch.compile, backend="aot_eager")
             monkeypatch.setattr(torch, "compile", compiler)
             monkeypatch.setattr(compiling, "is_worth_it", lambda _: True)
@@ -226,10 +227,17 @@ def test_a_compiled_block_gives_the_numbers_of_its_steps(algorithm, steps, monke
 
 
 @pytest.mark.xdist_group("recipes_td3")
-def test_code_that_is_generated_for_a_loop_gives_the_numbers_of_its_steps(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("backend", "turns"),
+    [
+        ("aot_eager", (False, True) * 3 + (False,)),  # three rounds of two steps, and one more
+        ("inductor", (True, True)),  # in generated code, whose kernels take seconds each to compile
+    ],
+)
+def test_a_compiled_loop_gives_the_numbers_of_its_steps(backend, turns, tmp_path, monkeypatch):
     # A cache of its own: a run that is killed leaves half a file in the one that all share.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    found = {}
+    count, found = len(turns), {}
     for compiled in (True, False):
         torch.manual_seed(0)
         weights = networks.Weights(
@@ -252,13 +260,15 @@ def test_code_that_is_generated_for_a_loop_gives_the_numbers_of_its_steps(tmp_pa
 
         run = compiling.make_steps(step)
         if compiled:
-            run = torch.compile(compiling.make_loop(step), fullgraph=True, dynamic=False)
-        rows = [torch.randn(7, 4, 2) for _ in range(3)]
-        block = Batch(*rows, torch.randn(7, 4), torch.zeros(7, 4, dtype=torch.bool))
+            loop = compiling.make_loop(step)
+            run = torch.compile(loop, fullgraph=True, dynamic=False, backend=backend)
+        rows = [torch.randn(count, 4, 2) for _ in range(3)]
+        flags = torch.zeros(count, 4, dtype=torch.bool)
+        block = Batch(*rows, torch.randn(count, 4), flags)
         state = (weights, optimizer.moments)
-        results = run(
-            state, block, torch.randn(7, 4, 1), (False, True, False, True, False, True, False)
-        )
+        # That the compiler knows the processor's instructions shows when it compiles.
+        with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
+            results = run(state, block, torch.randn(count, 4, 1), turns)
         found[compiled] = (results, [*weights.critics, *weights.target_critics], optimizer.moments)
     torch.testing.assert_close(found[True], found[False], rtol=1e-5, atol=1e-6)
 

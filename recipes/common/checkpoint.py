@@ -9,12 +9,10 @@ import torch
 from torchrl.data import ReplayBuffer
 
 from common.errors import UsageError
-from common.files import stopped_by_errors, told_of_errors, write_state
+from common.files import CHECKPOINT, stopped_by_errors, told_of_errors, write_state
 from common.rows import RowFiles
 from nmer_torchrl.generators import restore_generator
 from nmer_torchrl.storages import move_state
-
-FILE = "checkpoint.pt"
 
 
 class Checkpoint:
@@ -26,7 +24,7 @@ class Checkpoint:
     """
 
     def __init__(self, directory: Path, **parts: Any) -> None:
-        self.path, self.parts = directory / FILE, parts
+        self.path, self.parts = directory / CHECKPOINT, parts
 
     def save(self, *, last: bool = False) -> None:
         """Takes the place of the checkpoint before it, in one step.

@@ -11,9 +11,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from common.checkpoint import FILE
 from common.errors import UsageError
-from common.files import write_text
+from common.files import CHECKPOINT, write_text
 
 # What may differ between a run and its continuation.
 FREE = {"resume", "run_dir", "checkpoint_every", "video", "logger"}
@@ -75,7 +74,7 @@ def find_directory(cfg: DictConfig) -> tuple[Path, bool]:
         return _new_directory(parent, cfg), False
     directory = Path(cfg.run_dir)
     if (directory / "config.yaml").exists():
-        if cfg.resume == "auto" and not (directory / FILE).exists():
+        if cfg.resume == "auto" and not (directory / CHECKPOINT).exists():
             _raise_if_different(directory, cfg)
             return directory, False  # killed before its first checkpoint
         if cfg.resume == "auto":
@@ -90,7 +89,7 @@ def find_directory(cfg: DictConfig) -> tuple[Path, bool]:
 
 
 def _unfinished(directory: Path) -> bool:
-    return (directory / FILE).exists() and not (directory / "summary.json").exists()
+    return (directory / CHECKPOINT).exists() and not (directory / "summary.json").exists()
 
 
 def _new_directory(parent: Path, cfg: DictConfig) -> Path:
@@ -116,9 +115,9 @@ def _create(directory: Path, cfg: DictConfig) -> None:
 
 
 def _check_resumable(directory: Path, cfg: DictConfig) -> None:
-    if not (directory / FILE).exists():
+    if not (directory / CHECKPOINT).exists():
         raise UsageError(
-            f"{directory} has no {FILE} to resume from; "
+            f"{directory} has no {CHECKPOINT} to resume from; "
             "start a new run without `resume`, or name the directory of another."
         )
     _raise_if_different(directory, cfg)

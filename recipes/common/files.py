@@ -9,10 +9,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from tqdm import tqdm
 
 from common.errors import UsageError
+
+CHECKPOINT = "checkpoint.pt"  # in the directory of a run
 
 
 @contextmanager
@@ -42,6 +43,8 @@ def write_text(path: Path, text: str) -> None:
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
     """Writes what `torch.load` reads, whole or not at all; an `OSError` where it cannot."""
+    import torch  # here, so that a report need not wait for it
+
     try:
         with replaced(path) as file:
             torch.save(state, file)

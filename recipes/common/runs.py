@@ -25,8 +25,8 @@ from common.directories import find_directory
 from common.files import stopped_by_errors, told_of_errors, write_text
 from common.loggers import Logger, check_logger, make_logger
 from common.provenance import describe_source
+from common.scores import WINDOW, duration
 
-WINDOW = 11  # evaluations whose mean is the score
 COLUMNS = (
     "frames",
     "eval/return",
@@ -284,14 +284,6 @@ class Run:
         self.seconds, self.logger_id = state["seconds"], state["logger_id"]
         before = state.get("sources", [])  # none in checkpoints of version 0.1
         self.sources = before + [source for source in self.sources if source not in before]
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words, such as "12 min"."""
-    minutes, hours = seconds / 60, seconds / 3600
-    if hours >= 2:
-        return f"{hours:.0f} h"
-    return f"{minutes:.0f} min" if minutes >= 2 else f"{seconds:.0f} s"
 
 
 def _draw_curve(path: Path, rows: list[dict[str, float]], name: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-from common.runs import WINDOW
+from common.scores import WINDOW
 from tqdm import tqdm
 
 from reporting.cells import Cell, Comparison, compare

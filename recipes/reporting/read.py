@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 from common.directories import FREE, flatten
-from common.runs import WINDOW
+from common.scores import WINDOW
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException

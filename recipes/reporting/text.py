@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 import pandas as pd
-from common.runs import duration
+from common.scores import duration
 
 from reporting.estimates import FEW
 

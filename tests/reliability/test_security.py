@@ -56,7 +56,7 @@ EVERY_FORM = pytest.mark.parametrize("write", [torch.save, write_pickle])
 
 @EVERY_FORM
 def test_checkpoints_of_a_run(payload, tmp_path, write):
-    write({"run": payload}, tmp_path / checkpoint.FILE)
+    write({"run": payload}, tmp_path / checkpoint.CHECKPOINT)
     with pytest.raises(UsageError, match="cannot be read as a checkpoint"):
         checkpoint.Checkpoint(tmp_path, run=None).load()
 
@@ -128,7 +128,7 @@ def test_configs_of_run_directories(payload, tmp_path, text):
     run.mkdir()
     (run / "config.yaml").write_text(text.format(marker=payload.marker))
     (run / "metrics.csv").write_text("frames,eval/return\n1,2\n")
-    (run / checkpoint.FILE).touch()
+    (run / checkpoint.CHECKPOINT).touch()
     with pytest.raises(BadRunError, match=r"config.yaml cannot be read"):
         read_directory(run, print)
     told = []
@@ -144,7 +144,7 @@ def test_configs_of_run_directories_are_not_resolved(tmp_path, monkeypatch):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text("seed: ${oc.env:SECRET}")
-    (run / checkpoint.FILE).touch()
+    (run / checkpoint.CHECKPOINT).touch()
     with pytest.raises(UsageError, match=r"seed=\$\{oc.env:SECRET\}") as error:
         directories.find_directory(make_config("td3", f"resume={run}"))
     assert "s3cret" not in str(error.value)
