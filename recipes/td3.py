@@ -22,6 +22,7 @@ from common.evaluate import Evaluator
 from common.memory import check_memory
 from common.networks import Functional, Weights, find_weights
 from common.optim import Adam, Moments, clip, decay, differentiate, move_targets
+from common.policy import save_policy
 from common.replay import describe, draw, make_buffer, store
 from common.runs import Run
 from common.seeding import seeds
@@ -251,6 +252,7 @@ def train(cfg: DictConfig) -> None:
                 with clock("evaluation"):
                     scores = evaluate(actor, agent)
                 run.log(frame, collector.returns, scores, describe(buffer, rows))
+                save_policy(run, actor, env)
             stopping, done = run.interrupted is not None, frame == cfg.total_frames
             if stopping or done or frame % cfg.checkpoint_every == 0:
                 checkpoint.save(last=stopping or done)

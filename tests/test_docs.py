@@ -21,7 +21,7 @@ import pytest
 from helpers import make_transitions
 from omegaconf import OmegaConf
 from page_helpers import ROOT, blocks, first_column, name, pages
-from recipe_helpers import RECIPES, expand, make_config
+from recipe_helpers import RECIPES, expand, make_config, train
 
 import nmer_torchrl
 
@@ -37,6 +37,8 @@ def test_code_runs_as_printed(page, tmp_path, monkeypatch):
     if "import minari" in code:
         pytest.importorskip("minari")
         pytest.importorskip("h5py")
+    if "load_policy" in code:
+        train("td3", tmp_path / "runs" / "walker")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
     module = types.ModuleType("page")  # functions of a page are looked up there when pickled

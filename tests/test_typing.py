@@ -171,7 +171,7 @@ def folder(tmp_path_factory) -> Path:
     config = {
         "typeCheckingMode": "strict",
         "pythonVersion": "3.11",
-        "extraPaths": [str(ROOT)],
+        "extraPaths": [str(ROOT), str(ROOT / "recipes")],
         **NOT_OURS,
     }
     (folder / "pyrightconfig.json").write_text(json.dumps(config))
@@ -181,7 +181,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def mypy(folder) -> Errors:
     command = [sys.executable, "-m", "mypy", "--output", "json", *sorted(folder.glob("*.py"))]
-    environment = {**os.environ, "MYPYPATH": str(ROOT)}
+    environment = {**os.environ, "MYPYPATH": os.pathsep.join([str(ROOT), str(ROOT / "recipes")])}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 1, result.stdout + result.stderr  # there are errors in wrong.py
     errors: Errors = {}

@@ -14,8 +14,10 @@ from omegaconf import DictConfig
 from common.errors import UsageError
 
 
-def make_env(cfg: DictConfig, *, render_mode: str | None = None) -> gymnasium.Env:
-    """The Gymnasium task with actions rescaled to [-1, 1]."""
+def make_env(
+    cfg: DictConfig, *, render_mode: str | None = None, rescale: bool = True
+) -> gymnasium.Env:
+    """The Gymnasium task, as it is or with flat observations and actions rescaled to [-1, 1]."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that v4 is old is why one asks for it
@@ -39,6 +41,8 @@ def make_env(cfg: DictConfig, *, render_mode: str | None = None) -> gymnasium.En
             f"{cfg.id} has unbounded actions, which cannot be rescaled to [-1, 1]; "
             "bound them by a wrapper."
         )
+    if not rescale:
+        return env
     with np.errstate(over="ignore"):  # of bounds that float32 cannot hold
         if isinstance(env.observation_space, gymnasium.spaces.Dict):
             env = gymnasium.wrappers.FlattenObservation(env)

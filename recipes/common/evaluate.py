@@ -87,14 +87,14 @@ class Evaluator:
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def record(self, actor: TensorDictModuleBase, cfg: DictConfig) -> tuple[list, int]:
-        """Frames of one episode from the first of the fixed seeds, and frames for each second."""
+    def record(self, actor: TensorDictModuleBase, cfg: DictConfig) -> tuple[list, gymnasium.Env]:
+        """Pictures of one episode from the first of the fixed seeds, and its environment."""
         env = make_env(cfg, render_mode="rgb_array")
         observer, self.envs = self.envs, [_Camera(env)]
         try:
             with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
                 self.play(actor)
-            return self.envs[0].frames, env.metadata.get("render_fps", 30)
+            return self.envs[0].frames, env
         finally:
             self.envs = observer
             env.close()

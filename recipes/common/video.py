@@ -6,35 +6,58 @@ import os
 import sys
 from pathlib import Path
 
+import gymnasium
+import numpy as np
 from omegaconf import DictConfig
 from tensordict.nn import TensorDictModuleBase
 
+from common.envs import make_env
 from common.errors import UsageError
 from common.evaluate import Evaluator
 
 
 def check_video(cfg: DictConfig) -> None:
-    """Raises before a run that could not write its video; picks EGL where there is no display."""
-    if not cfg.video:
-        return
+    """Raises before a run that could not write its video."""
+    if cfg.video:
+        make_filmed(cfg.env).close()
+
+
+def make_filmed(cfg: DictConfig) -> gymnasium.Env:
+    """Makes the task itself so that it can be filmed; raises if it cannot.
+
+    MuJoCo renders by EGL where there is no display.
+    """
     try:
         import imageio_ffmpeg  # noqa: F401
     except ImportError:
         raise UsageError(
-            "video=true needs the package imageio-ffmpeg, which is not installed; "
-            "`pip install imageio imageio-ffmpeg`, or leave video out."
+            "A video needs the package imageio-ffmpeg, which is not installed; "
+            "`pip install imageio imageio-ffmpeg`, or leave the video out."
         ) from None
     if sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")
+    try:
+        env = make_env(cfg, render_mode="rgb_array", rescale=False)
+        env.reset()
+        picture = env.render()
+    except (gymnasium.error.Error, TypeError) as error:
+        raise UsageError(f"{cfg.id} cannot be filmed: {error}; leave the video out.") from None
+    if not isinstance(picture, np.ndarray):
+        raise UsageError(f"{cfg.id} has no render mode 'rgb_array'; leave the video out.")
+    return env
 
 
 def write_video(
     cfg: DictConfig, directory: Path, evaluate: Evaluator, actor: TensorDictModuleBase
 ) -> None:
     """Writes `video.mp4` of one episode, if asked for."""
-    if not cfg.video:
-        return
+    if cfg.video:
+        write_frames(directory / "video.mp4", *evaluate.record(actor, cfg.env))
+
+
+def write_frames(path: Path, frames: list, env: gymnasium.Env) -> None:
+    """Writes pictures of an environment as a video, at the speed that it is made for."""
     import imageio.v2
 
-    frames, speed = evaluate.record(actor, cfg.env)
-    imageio.v2.mimwrite(directory / "video.mp4", frames, fps=speed, macro_block_size=1)
+    speed = env.metadata.get("render_fps", 30)
+    imageio.v2.mimwrite(path, frames, fps=speed, macro_block_size=1)

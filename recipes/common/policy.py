@@ -1,0 +1,135 @@
+"""Trained policies: written during a run, loaded for use without a task or a replay buffer."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from omegaconf import DictConfig, OmegaConf
+from tensordict.nn import TensorDictModuleBase
+from torch import nn
+from torchrl.envs import ExplorationType, set_exploration_type
+
+from common.checkpoint import read_state
+from common.envs import make_env
+from common.errors import UsageError
+from common.files import told_of_errors, write_state
+from common.runs import Run
+
+WHICH = ("best", "last")
+
+
+def save_policy(run: Run, actor: TensorDictModuleBase, env: gymnasium.Env) -> None:
+    """Writes the actor after an evaluation: as the last one, and as the best if it is that."""
+    bounds = env.env.action_space  # of the task itself, before its actions were rescaled
+    state = {
+        "actor": actor.state_dict(),
+        "observations": env.observation_space.shape[0],
+        "low": torch.from_numpy(bounds.low.copy()),
+        "high": torch.from_numpy(bounds.high.copy()),
+        "frames": run.rows[-1]["frames"],
+        "return": run.rows[-1]["eval/return"],
+    }
+    best = state["return"] >= max(row["eval/return"] for row in run.rows)
+    for which in WHICH if best else WHICH[1:]:
+        path = policy_file(run.directory, which)
+        with told_of_errors(path):
+            write_state(path, state)
+
+
+def policy_file(directory: Path, which: str) -> Path:
+    """Returns where a run keeps its best or its last policy."""
+    return directory / f"policy_{which}.pt"
+
+
+class Policy(nn.Module):
+    """A trained policy without exploration.
+
+    Called with a NumPy observation `[n]`, or several `[B, n]`, it returns actions within the bounds
+    of the task. A task with Dict observations takes the dict. As a module it maps a float32 tensor
+    `[B, n]` to actions `[B, m]`.
+
+    Attributes:
+        frames: Frames after which it was evaluated.
+        mean_return: Mean return of that evaluation.
+    """
+
+    def __init__(self, cfg: DictConfig, state: dict[str, Any]) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.frames, self.mean_return = int(state["frames"]), float(state["return"])
+        self.register_buffer("low", state["low"].float())
+        self.register_buffer("high", state["high"].float())
+        recipe = importlib.import_module(cfg.algorithm)
+        width = state["observations"]
+        self.actor = recipe.make_agent(cfg, width, len(self.low), torch.device("cpu"))[0]
+        self.actor.load_state_dict(state["actor"])
+        self.requires_grad_(False)
+        self._space: gymnasium.Space | None = None
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        """Maps observations `[B, n]` to actions `[B, m]` in the bounds of the task."""
+        with set_exploration_type(ExplorationType.DETERMINISTIC):
+            results = self.actor(observation=observation)
+        action = results[-1] if isinstance(results, tuple) else results  # after mean and scale
+        return self.low + (action + 1) / 2 * (self.high - self.low)
+
+    def act(self, observation: NDArray[Any] | dict[str, Any]) -> NDArray[np.float32]:
+        """Returns the action for one NumPy observation `[n]`, or for several `[B, n]`."""
+        if isinstance(observation, dict):
+            if self._space is None:
+                with make_env(self.cfg.env) as env:
+                    self._space = env.unwrapped.observation_space
+            observation = gymnasium.spaces.flatten(self._space, observation)
+        array = np.asarray(observation, dtype=np.float32)
+        width = self.actor_width
+        if array.ndim not in (1, 2) or array.shape[-1] != width:
+            raise ValueError(
+                f"The observation has shape {array.shape}, but the policy takes [{width}] or "
+                f"[B, {width}]."
+            )
+        with torch.no_grad():
+            action = self(torch.from_numpy(array.reshape(-1, width)))
+        return action.numpy().reshape(*array.shape[:-1], -1)
+
+    @property
+    def actor_width(self) -> int:
+        """Number of entries of an observation."""
+        return next(p for p in self.actor.parameters() if p.ndim == 2).shape[1]
+
+
+def load_policy(directory: Path | str, which: str = "best") -> Policy:
+    """Returns the policy that a run has trained. No code of its files is executed.
+
+    Args:
+        directory: The run's directory.
+        which: `"best"`, the policy with the highest mean return in an evaluation, or `"last"`.
+    """
+    directory = Path(directory)
+    if which not in WHICH:
+        raise UsageError(f"which={which!r} is not known; give 'best' or 'last'.")
+    path = policy_file(directory, which)
+    if not path.exists():
+        raise UsageError(
+            f"{directory} holds no {path.name}; name a run directory of a recipe in which an "
+            "evaluation has been made."
+        )
+    cfg = OmegaConf.load(directory / "config.yaml")
+    return Policy(cfg, read_state(path, "train again, or name another run"))
+
+
+def export_policy(policy: Policy, path: Path) -> None:
+    """Writes a policy that runs without this project, by `torch.export`.
+
+    Raises if the exported program acts differently.
+    """
+    examples = torch.randn(3, policy.actor_width)
+    batch = torch.export.Dim("batch", min=1)
+    program = torch.export.export(policy, (examples,), dynamic_shapes=({0: batch},))
+    torch.testing.assert_close(program.module()(examples[:2]), policy(examples[:2]))
+    torch.export.save(program, path)

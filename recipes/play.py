@@ -1,0 +1,91 @@
+"""Shows what a run has learned: the returns of its policy, and a video.
+
+python recipes/play.py runs/NAME/DATE                        # five episodes of the best policy
+python recipes/play.py runs/NAME/DATE --video walk.mp4       # and a video of the first
+python recipes/play.py runs/NAME/DATE --export policy.pt2    # the policy for other programs
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+from common.envs import make_env
+from common.errors import UsageError
+from common.policy import WHICH, Policy, export_policy, load_policy
+from common.video import make_filmed, write_frames
+from tqdm import tqdm
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="play.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, help="the run's directory")
+    parser.add_argument("--which", choices=WHICH, default="best", help="policy (%(default)s)")
+    parser.add_argument("--episodes", type=int, default=5, help="number of them (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first episode (%(default)s)")
+    parser.add_argument("--video", type=Path, metavar="FILE.mp4", help="film the first episode")
+    parser.add_argument("--export", type=Path, metavar="FILE.pt2", help="write it by torch.export")
+    options = parser.parse_args(arguments)
+    if options.episodes < 1:
+        parser.error(f"--episodes {options.episodes}; it is an integer, at least 1")
+    return options
+
+
+def play_episode(
+    policy: Policy, env: gymnasium.Env, seed: int, frames: list | None = None
+) -> list[float]:
+    """Returns the rewards of an episode; pictures of its steps are added to `frames`."""
+    observation, _ = env.reset(seed=seed)
+    rewards, done = [], False
+    while not done:
+        observation, reward, terminated, truncated, _ = env.step(policy.act(observation))
+        rewards.append(float(reward))
+        done = terminated or truncated
+        if frames is not None:
+            frames.append(env.render())
+    return rewards
+
+
+def play(options: argparse.Namespace) -> None:
+    """Loads, plays, tells."""
+    policy = load_policy(options.run, options.which)
+    frames: list | None = [] if options.video else None
+    returns, lengths = [], []
+    task = policy.cfg.env
+    with make_filmed(task) if options.video else make_env(task, rescale=False) as env:
+        for number in tqdm(range(options.episodes), unit="episode", disable=None):
+            rewards = play_episode(policy, env, options.seed + number, frames)
+            returns.append(sum(rewards))
+            lengths.append(len(rewards))
+            if frames:
+                write_frames(options.video, frames, env)
+                frames = None
+    print(f"{policy.cfg.name}, {options.which} policy, after {policy.frames:,} frames:")
+    print("| episode | return | steps |\n| --- | --- | --- |")
+    for number, (total, steps) in enumerate(zip(returns, lengths, strict=True)):
+        print(f"| {options.seed + number} | {total:.1f} | {steps} |")
+    print(
+        f"| mean ± std | {np.mean(returns):.1f} ± {np.std(returns):.1f} | {np.mean(lengths):.0f} |"
+    )
+    if options.export:
+        export_policy(policy, options.export)
+    for path in (options.video, options.export):
+        if path is not None:
+            print(f"written to {path}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Errors of usage are told without a traceback."""
+    try:
+        play(parse(arguments))
+    except UsageError as error:
+        raise SystemExit(f"play.py: {error}") from None
+
+
+if __name__ == "__main__":
+    main()
