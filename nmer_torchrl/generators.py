@@ -40,23 +40,11 @@ def seed_from(state: Tensor) -> int:
 
 
 def generator_state(generator: torch.Generator | None) -> dict[str, Tensor]:
-    """Returns the state of a generator under `"generator"`; nothing without one.
-
-    Examples:
-        >>> generator_state(None)
-        {}
-    """
+    """Returns the state of a generator under `"generator"`; nothing without one."""
     return {} if generator is None else {"generator": generator.get_state()}
 
 
 def load_generator_state(generator: torch.Generator | None, state: dict[str, Any]) -> None:
-    """Has a generator go on from what `generator_state` returned, if there is one.
-
-    Examples:
-        >>> state = generator_state(torch.Generator().manual_seed(3))
-        >>> load_generator_state(generator := torch.Generator(), state)
-        >>> generator.initial_seed()
-        3
-    """
+    """Has a generator go on from what `generator_state` returned, if there is one."""
     if generator is not None and "generator" in state:
         restore_generator(generator, state["generator"])

@@ -364,6 +364,10 @@ def test_weights_of_a_mean_are_one_half(fold):
     assert (fold()(make_rows())["mixup_weight"] == 0.5).all()
 
 
+def test_terminal_rows_are_mixed_where_no_flag_is_named():
+    assert (MeanMixup(terminated_key=None)(make_rows(terminated=0.5))["mixup_weight"] == 0.5).all()
+
+
 def test_interpolated_rewards_come_from_neighbors():
     buffer = make_replay_buffer("interpolated_rewards", capacity=100, batch_size=32, k=3)
     buffer.extend(make_transitions(80))

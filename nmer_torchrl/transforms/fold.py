@@ -15,7 +15,7 @@ from torchrl.envs.transforms import Transform
 from nmer_torchrl.composition import check_drawn, check_measures, check_paired
 from nmer_torchrl.functional import all_finite, mix
 from nmer_torchrl.generators import generator_state, load_generator_state
-from nmer_torchrl.keys import as_keys, get_entry
+from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS, as_keys, get_entry
 from nmer_torchrl.transforms.entries import (
     as_anchor_keys,
     check_discrete,
@@ -35,15 +35,12 @@ class Fold(Transform, ABC):
     row is terminal, or a gate says so, the anchor is kept as it is. Entries that are not mixed are
     the anchor's. Rows are checked before anything of them is stored.
 
-    Args:
-        mix_keys: Entries to mix.
-
     Keyword Args:
         generator: Source of all randomness; `None` uses torch's global one.
+        mix_keys: Entries to mix.
         terminated_key: The flag that keeps an anchor as it is; `None` for no such rule.
         gates: What else keeps anchors as they are.
         anchor_keys: Observations that stay the anchor's without a warning.
-        argument: The name under which the user gave `mix_keys`.
 
     Examples:
         >>> import torch
@@ -53,28 +50,27 @@ class Fold(Transform, ABC):
         ...         weight = 0.9 + 0.1 * torch.rand(rows.shape[:-1], generator=self.generator)
         ...         return self.mix_pairs(rows, weight)
         >>> x, end = torch.tensor([[[0.0], [1.0]]]), torch.zeros(1, 2, dtype=torch.bool)
-        >>> batch = NearAnchor(["x"], terminated_key="end")(
-        ...     TensorDict(x=x, end=end, batch_size=[1, 2])
-        ... )
+        >>> fold = NearAnchor(mix_keys=["x"], terminated_key="end")
+        >>> batch = fold(TensorDict(x=x, end=end, batch_size=[1, 2]))
         >>> batch.batch_size, bool(batch["x"] <= 0.1)
         (torch.Size([1]), True)
     """
 
     folds = True
     width: int | None = 2  # rows that become one: a pair; None for any number
+    argument = "mix_keys"  # the name under which a user gives the entries to mix
 
     def __init__(
         self,
-        mix_keys: Sequence[NestedKey],
         *,
         generator: torch.Generator | None = None,
-        terminated_key: NestedKey | None = None,
+        mix_keys: Sequence[NestedKey] = (*POINT_KEYS, *VALUE_KEYS),
+        terminated_key: NestedKey | None = TERMINATED_KEY,
         gates: Sequence[Gate] = (),
         anchor_keys: Sequence[NestedKey] = (),
-        argument: str = "mix_keys",
     ) -> None:
         super().__init__(in_keys=[], out_keys=[])
-        self.schema = RowSchema(mix_keys, argument)
+        self.schema = RowSchema(mix_keys, self.argument)
         self.generator = generator
         self.terminated_key = (
             None if terminated_key is None else as_keys([terminated_key], "terminated_key")[0]
@@ -111,7 +107,6 @@ class Fold(Transform, ABC):
 
         Gates may draw random numbers, so draw weights first: a gate then changes no weight.
         """
-        assert self.terminated_key is not None
         kept = kept_anchors(rows, self.terminated_key, rows.ndim - 1)
         if self.gates:
             check_measures(self, {type(g).__name__: s for g in self.gates if (s := sampler_of(g))})

@@ -83,8 +83,8 @@ class GaussianProcessMixup(Fold):
         anchor_keys: Sequence[NestedKey] = (),
     ) -> None:
         super().__init__(
-            (*keys, *value_keys),
             generator=generator,
+            mix_keys=(*keys, *value_keys),
             terminated_key=terminated_key,
             gates=gates,
             anchor_keys=anchor_keys,

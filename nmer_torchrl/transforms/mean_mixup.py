@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import final
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 
-from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS
 from nmer_torchrl.transforms.fold import Fold
-from nmer_torchrl.transforms.gates import Gate
 from nmer_torchrl.transforms.rows import device_of
 
 
@@ -23,7 +20,7 @@ class MeanMixup(Fold):
     Keyword Args:
         generator: Source of the randomness of gates; `None` uses torch's global one.
         mix_keys: Entries to mix.
-        terminated_key: The flag that keeps a pair unmixed.
+        terminated_key: The flag that keeps a pair unmixed; `None` for no such rule.
         gates: What else keeps pairs unmixed.
         anchor_keys: Observations that stay the anchor's without a warning.
 
@@ -38,23 +35,6 @@ class MeanMixup(Fold):
         >>> MeanMixup(mix_keys=["x"], terminated_key="end")(pairs)["x"]
         tensor([[0.5000]])
     """
-
-    def __init__(
-        self,
-        *,
-        generator: torch.Generator | None = None,
-        mix_keys: Sequence[NestedKey] = (*POINT_KEYS, *VALUE_KEYS),
-        terminated_key: NestedKey = TERMINATED_KEY,
-        gates: Sequence[Gate] = (),
-        anchor_keys: Sequence[NestedKey] = (),
-    ) -> None:
-        super().__init__(
-            mix_keys,
-            generator=generator,
-            terminated_key=terminated_key,
-            gates=gates,
-            anchor_keys=anchor_keys,
-        )
 
     def fold(self, rows: TensorDictBase) -> TensorDictBase:
         """Folds `[*B, 2]` to `[*B]`."""

@@ -65,7 +65,9 @@ class MixReg(Fold):
         mix_keys: Sequence[NestedKey] = POINT_KEYS,
         anchor_keys: Sequence[NestedKey] = (),
     ) -> None:
-        super().__init__(mix_keys, generator=generator, anchor_keys=anchor_keys)
+        super().__init__(
+            generator=generator, mix_keys=mix_keys, terminated_key=None, anchor_keys=anchor_keys
+        )
         self.alpha = float(POSITIVE("alpha", alpha))
 
     def fold(self, rows: TensorDictBase) -> TensorDictBase:

@@ -63,8 +63,8 @@ class NeighborhoodMixup(Fold):
         anchor_keys: Sequence[NestedKey] = (),
     ) -> None:
         super().__init__(
-            mix_keys,
             generator=generator,
+            mix_keys=mix_keys,
             terminated_key=terminated_key,
             gates=gates,
             anchor_keys=anchor_keys,

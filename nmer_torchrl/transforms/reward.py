@@ -44,13 +44,15 @@ class RewardMean(Fold):
         tensor([2., 5.])
     """
 
+    argument = "reward_keys"
+
     def __init__(
         self,
         *,
         reward_keys: Sequence[NestedKey] = (("next", "reward"),),
         terminated_key: NestedKey = TERMINATED_KEY,
     ) -> None:
-        super().__init__(reward_keys, terminated_key=terminated_key, argument="reward_keys")
+        super().__init__(mix_keys=reward_keys, terminated_key=terminated_key)
 
     def fold(self, rows: TensorDictBase) -> TensorDictBase:
         """Folds `[*B, 2]` to `[*B]`."""

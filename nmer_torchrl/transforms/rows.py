@@ -32,9 +32,12 @@ def is_terminal(rows: TensorDictBase, terminated_key: NestedKey, dims: int) -> T
     return ended if nonterminal is None else ended | any_feature(~nonterminal.bool(), dims)
 
 
-def kept_anchors(rows: TensorDictBase, terminated_key: NestedKey, dims: int) -> Tensor:
+def kept_anchors(rows: TensorDictBase, terminated_key: NestedKey | None, dims: int) -> Tensor:
     """`[*B, 1 + m]` rows to boolean `[*B]`: whether the anchor is kept as it is."""
-    kept = is_terminal(rows, terminated_key, dims)
+    if terminated_key is None:
+        kept = torch.zeros(rows.shape[:dims], dtype=torch.bool, device=device_of(rows))
+    else:
+        kept = is_terminal(rows, terminated_key, dims)
     steps = rows.get(STEPS_KEY, None)
     if steps is not None:
         kept = kept | any_feature(steps != steps.narrow(dims, 0, 1), dims)

@@ -78,8 +78,8 @@ class TunedMixup(Fold):
             if not given:
                 raise ValueError(f"`{name}` is empty; name at least one entry.")
         super().__init__(
-            (*self._inputs, *self._outputs),
             generator=generator,
+            mix_keys=(*self._inputs, *self._outputs),
             terminated_key=terminated_key,
             anchor_keys=anchor_keys,
         )
