@@ -15,7 +15,7 @@ class CT(Pairs[TemporalPairSampler]):
     The mix is `w * anchor + (1 - w) * successor` with `w ~ Beta(alpha, alpha)`. This is Continuous
     Transition as the NMER paper compares with it; `TunedCT` learns alpha.
 
-    The options are those of `Keyed`, `Ending`, `Folding` and `Pairs`.
+    The options are those of `Keyed`, `Ending`, `Gated`, `Folding` and `Pairs`.
 
     Source: J. Lin et al., *Continuous transition: Improving sample efficiency for continuous
     control problems via mixup*, ICRA, 2021.

@@ -20,7 +20,7 @@ class GP(Near[NeighborhoodSampler], Folding[NeighborhoodSampler]):
     Inputs are mixed as by `Neighborhood`. Outcomes are predicted from the anchor and its
     neighbours by `m + k^T K^-1 (Y - m)`, with variance `1 - k^T K^-1 k` (see `GaussianProcess`).
 
-    The options are those below and those of `Keyed`, `Ending`, `Near` and `Folding`.
+    The options are those below and those of `Keyed`, `Ending`, `Near`, `Gated` and `Folding`.
 
     Source: this project, after the Gaussian processes of the code that R. Sander et al. released
     with *Neighborhood mixup experience replay*, L4DC, 2022.

@@ -97,23 +97,19 @@ class Near(Keyed[S]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Folding(Ending[S]):
-    """Holds the options of methods that mix rows with random weights.
+class Gated(Ending[S]):
+    """Holds the options of methods that choose which rows they mix.
 
     Keyword Args:
-        alpha: Parameter of the Beta distribution of the weights, or of the Dirichlet distribution
-            where there are more than two: small values give nearly all weight to one row, large
-            values give nearly equal weights.
         fraction: Share of rows that are mixed. A schedule such as `LinearFraction(...)`, or
             `{"linear": {...}}`, `{"exponential": {...}}`, `{"density": {...}}` with its arguments,
             changes it during training.
-        anchor_keys: Observations besides `keys` that stay the anchor's. Without them a warning
-            names those that are not mixed.
+        anchor_keys: Entries besides `keys` that stay the anchor's. Without them a warning names
+            the observations that are not mixed.
         same_keys: Entries in which rows must agree to be mixed, such as discrete actions (see
             `Same`).
     """
 
-    alpha: float = option(ALPHA, POSITIVE)
     fraction: FractionOption = option(1.0, read_fraction)
     anchor_keys: Sequence[NestedKey] = option((), read_keys)
     same_keys: Sequence[NestedKey] = option((), read_keys)
@@ -131,6 +127,19 @@ class Folding(Ending[S]):
             "gates": self.make_gates(sampler),
             "anchor_keys": self.anchor_keys,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folding(Gated[S]):
+    """Holds the options of methods that mix rows with random weights.
+
+    Keyword Args:
+        alpha: Parameter of the Beta distribution of the weights, or of the Dirichlet distribution
+            where there are more than two: small values give nearly all weight to one row, large
+            values give nearly equal weights.
+    """
+
+    alpha: float = option(ALPHA, POSITIVE)
 
 
 @dataclass(frozen=True, kw_only=True)

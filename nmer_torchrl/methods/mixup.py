@@ -12,7 +12,7 @@ from nmer_torchrl.samplers import RandomPairSampler
 class Mixup(Pairs[RandomPairSampler]):
     """Mixes each row with any other: `w * anchor + (1 - w) * partner`, `w ~ Beta(alpha, alpha)`.
 
-    The options are those of `Keyed`, `Ending`, `Folding` and `Pairs`.
+    The options are those of `Keyed`, `Ending`, `Gated`, `Folding` and `Pairs`.
 
     Source: H. Zhang et al., *mixup: Beyond empirical risk minimization*, ICLR, 2018.
 

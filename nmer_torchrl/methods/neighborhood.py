@@ -18,7 +18,7 @@ class Neighborhood(Near[NeighborhoodSampler], Folding[NeighborhoodSampler]):
     A row becomes `sum_i w_i * row_i` over the anchor and its neighbours, with weights
     `w ~ Dirichlet(alpha, ..., alpha)`; with `k=1` it is `OneNN`.
 
-    The options are those below and those of `Keyed`, `Ending`, `Near` and `Folding`.
+    The options are those below and those of `Keyed`, `Ending`, `Near`, `Gated` and `Folding`.
 
     Source: this project; `docs/interpolation.md` compares it with pairs.
 

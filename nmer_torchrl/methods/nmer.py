@@ -18,8 +18,8 @@ class NMER(Near[NeighborPairSampler], Pairs[NeighborPairSampler]):
     action, become `w * anchor + (1 - w) * partner` with `w ~ Beta(alpha, alpha)`. Where either is
     terminal, the anchor stays as it is.
 
-    The options are those below and those of `Keyed`, `Ending`, `Near`, `Folding` and
-    `Pairs`.
+    The options are those below and those of `Keyed`, `Ending`, `Near`, `Gated`, `Folding`
+    and `Pairs`.
 
     Source: R. Sander et al., *Neighborhood mixup experience replay*, L4DC, 2022.
 

@@ -12,7 +12,7 @@ from nmer_torchrl.samplers import NeighborPairSampler
 class OneNN(Near[NeighborPairSampler], Pairs[NeighborPairSampler]):
     """Mixes each row with its nearest neighbour; in all else it is `NMER`.
 
-    The options are those of `Keyed`, `Ending`, `Near`, `Folding` and `Pairs`.
+    The options are those of `Keyed`, `Ending`, `Near`, `Gated`, `Folding` and `Pairs`.
 
     Source: R. Sander et al., *Neighborhood mixup experience replay*, L4DC, 2022 (1NN-Mixup).
 

@@ -23,8 +23,8 @@ class PERNMER(
     and the importance weight of a mixed row is mixed as the row is (see
     `PairPrioritizedReplayBuffer`).
 
-    The options are those below and those of `Keyed`, `Ending`, `Near`, `Folding`, `Pairs` and
-    `Prioritized`.
+    The options are those below and those of `Keyed`, `Ending`, `Near`, `Gated`, `Folding`,
+    `Pairs` and `Prioritized`.
 
     Source: R. Sander et al., *Neighborhood mixup experience replay*, L4DC, 2022.
 

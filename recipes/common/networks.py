@@ -67,6 +67,11 @@ def find_weights(agent: LossModule) -> Weights:
         parameters = getattr(agent, f"{name}_network_params", None)
         return [] if parameters is None else list(parameters.flatten_keys().values())
 
+    if not find("qvalue"):
+        raise TypeError(
+            f"{type(agent).__name__} has no parameters named qvalue_network_params; use a loss of "
+            "TorchRL that has, such as TD3Loss or SACLoss."
+        )
     has_alpha = hasattr(agent, "log_alpha")  # and then the actor has no target
     return Weights(
         find("actor"),

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from common.errors import UsageError
+
 LOCOMOTION = ("Ant", "HalfCheetah", "Hopper", "Swimmer", "Walker2d", "Humanoid")
 KINDS = {"uniform": "U", "per": "PER", "ct": "CT", "nmer": "NMER"}
 NAMES = KINDS | {"1nn": "1NN-Mixup", "mixup": "Mixup", "s4rl": "S4RL", "noisy": "Noisy"}
@@ -56,7 +58,13 @@ def setting(name: str, algorithm: str, env: str, kind: str) -> int | float | Non
     method = KINDS.get(kind, "NMER")  # methods that the table lacks run as NMER does
     if (name, algorithm, env, method) == ("actor_l2", "sac", "Walker2d", "NMER"):
         return 1e-2  # not printed; that of the other methods there
-    text = best_rows()[algorithm.upper(), env, method][name]
+    row = best_rows().get((algorithm.upper(), env, method))
+    if row is None:
+        raise UsageError(
+            f"The paper has no {algorithm.upper()} on {env}, so {name} has no default there; set it "
+            f"in recipes/conf/{algorithm}.yaml."
+        )
+    text = row[name]
     if not text:
         return small[name]
     return int(text) if name in ("k", "replay_ratio") else float(text)
