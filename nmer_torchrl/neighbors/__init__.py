@@ -21,7 +21,6 @@ __all__ = [
     "Search",
     "SearchName",
     "TorchSearch",
-    "as_search",
     "check_search",
     "make_search",
 ]

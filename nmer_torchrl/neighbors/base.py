@@ -66,18 +66,9 @@ class Search(ABC):
     An object with the three methods alone has the defaults. Derive from this class to declare more.
 
     Examples:
-        >>> class FirstOthers(Search):  # always k positions, whatever the points are
-        ...     exact, fills = False, True
-        ...
-        ...     def write(self, index, points): ...
-        ...
-        ...     def query(self, index, k, scale):
-        ...         others = torch.arange(k).expand(len(index), k)
-        ...         return others + (others >= index.unsqueeze(-1))
-        ...
-        ...     def clear(self): ...
-        >>> FirstOthers().products
-        False
+        >>> from nmer_torchrl.neighbors import FaissSearch, TorchSearch
+        >>> TorchSearch.products, FaissSearch.products
+        (True, False)
     """
 
     products: bool = False  # a scale may be [g, d]: nearest is then by the product of g norms
@@ -111,16 +102,7 @@ class Search(ABC):
 
 
 def as_search(search: NeighborSearch) -> Search:
-    """Returns the search itself if it declares what it can do, else one with the defaults.
-
-    Examples:
-        >>> class Three:
-        ...     def write(self, index, points): ...
-        ...     def query(self, index, k, scale): ...
-        ...     def clear(self): ...
-        >>> as_search(Three()).exact
-        True
-    """
+    """Returns the search itself if it declares what it can do, else one with the defaults."""
     return search if isinstance(search, Search) else _Plain(search)
 
 
