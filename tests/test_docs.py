@@ -5,6 +5,7 @@ import importlib
 import inspect
 import io
 import os
+import pkgutil
 import re
 import runpy
 import shlex
@@ -294,10 +295,7 @@ def test_every_public_name_is_in_the_reference():
         for n, v in public_names()
         if n.split(".")[1] not in ("configs", "functional") and not inspect.ismodule(v)
     }
-    shown = {
-        id(getattr(importlib.import_module(n.rpartition(".")[0]), n.rpartition(".")[2]))
-        for n in named
-    }
+    shown = {id(pkgutil.resolve_name(n)) for n in named}
     assert not [n for key, n in objects.items() if key not in shown]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal, Protocol, Self, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -75,11 +75,6 @@ class Search(ABC):
     exact: bool = True  # answers are those of the very scale of the query
     fills: bool = False  # each row of an answer has k entries wherever there are k others
     table: PointTable | None = None  # holds the points as written, on their device, if it does
-
-    @classmethod
-    def make(cls, k: int) -> Self:
-        """Returns an empty search that will be asked for k neighbours."""
-        return cls()
 
     @abstractmethod
     def write(self, index: Tensor, points: Tensor) -> None:
