@@ -65,7 +65,9 @@ def test_a_run_with_rows_in_host_memory_learns_what_it_learns_on_the_cpu(tmp_pat
         places = [*SHORT, "device=cuda:0", "storage_device=cpu"]
         assert train("sac", tmp_path / "cuda", *places, "replay=per") == expected
         rows = train("td3", tmp_path / "nmer", *places, "replay=nmer", "replay.search=torch")
-    assert float(rows[-1]["replay/mixed"]) > 0.5
+    assert (
+        float(rows[-1]["replay/mixed"]) > 0.25
+    )  # of 16 rows; pairs with a terminal row are not mixed
 
 
 @pytest.mark.filterwarnings("ignore:torch.cuda.is_current_stream_capturing")

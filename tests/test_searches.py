@@ -27,11 +27,11 @@ from nmer_torchrl.neighbors import (
     NeighborSearch,
     PointTable,
     TorchSearch,
-    as_search,
     check_search,
     keops,
     make_search,
 )
+from nmer_torchrl.neighbors.base import as_search
 from nmer_torchrl.tracking.standardize import RunningStandardizer
 
 SEARCHES = [
@@ -83,8 +83,8 @@ def test_a_product_of_norms_is_served_or_refused(make):
     scale = torch.tensor([[1.0, 2.0, 0.5, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0, 3.0]]).double()
     norms = ((points.double().unsqueeze(1) - points).unsqueeze(-2) * scale).norm(dim=-1)
     expected = norms.prod(-1).fill_diagonal_(torch.inf)
-    found = search.query(torch.arange(200), 10, scale)
-    best = expected.sort(1).values[:, :10]
+    found = search.query(torch.arange(200), 4, scale)  # KeOps compiles it for test_metrics, too
+    best = expected.sort(1).values[:, :4]
     torch.testing.assert_close(expected.gather(1, found), best, rtol=1e-5, atol=0)
 
 

@@ -19,9 +19,9 @@ from nmer_torchrl.neighbors import (
     PointTable,
     Search,
     SearchName,
-    as_search,
     make_search,
 )
+from nmer_torchrl.neighbors.base import as_search
 from nmer_torchrl.neighbors.exact import squared_norms
 from nmer_torchrl.tracking.standardize import RunningStandardizer
 

@@ -21,7 +21,6 @@ __all__ = [
     "Search",
     "SearchName",
     "TorchSearch",
-    "as_search",
     "check_search",
     "make_search",
 ]
@@ -70,4 +69,4 @@ def make_search(search: SearchName | NeighborSearch, k: int, device: torch.devic
         return as_search(search)
     if search == "auto":
         search = "keops" if device.type == "cuda" else "graph"
-    return SEARCHES[search].make(k)
+    return NeighborGraph(k) if search == "graph" else SEARCHES[search]()

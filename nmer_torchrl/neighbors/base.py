@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal, Protocol, Self, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -66,29 +66,15 @@ class Search(ABC):
     An object with the three methods alone has the defaults. Derive from this class to declare more.
 
     Examples:
-        >>> class FirstOthers(Search):  # always k positions, whatever the points are
-        ...     exact, fills = False, True
-        ...
-        ...     def write(self, index, points): ...
-        ...
-        ...     def query(self, index, k, scale):
-        ...         others = torch.arange(k).expand(len(index), k)
-        ...         return others + (others >= index.unsqueeze(-1))
-        ...
-        ...     def clear(self): ...
-        >>> FirstOthers().products
-        False
+        >>> from nmer_torchrl.neighbors import FaissSearch, TorchSearch
+        >>> TorchSearch.products, FaissSearch.products
+        (True, False)
     """
 
     products: bool = False  # a scale may be [g, d]: nearest is then by the product of g norms
     exact: bool = True  # answers are those of the very scale of the query
     fills: bool = False  # each row of an answer has k entries wherever there are k others
     table: PointTable | None = None  # holds the points as written, on their device, if it does
-
-    @classmethod
-    def make(cls, k: int) -> Self:
-        """Returns an empty search that will be asked for k neighbours."""
-        return cls()
 
     @abstractmethod
     def write(self, index: Tensor, points: Tensor) -> None:
@@ -111,16 +97,7 @@ class Search(ABC):
 
 
 def as_search(search: NeighborSearch) -> Search:
-    """Returns the search itself if it declares what it can do, else one with the defaults.
-
-    Examples:
-        >>> class Three:
-        ...     def write(self, index, points): ...
-        ...     def query(self, index, k, scale): ...
-        ...     def clear(self): ...
-        >>> as_search(Three()).exact
-        True
-    """
+    """Returns the search itself if it declares what it can do, else one with the defaults."""
     return search if isinstance(search, Search) else _Plain(search)
 
 

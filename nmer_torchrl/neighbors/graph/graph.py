@@ -47,11 +47,6 @@ class NeighborGraph(Search):
     fills = True
     table: PointTable
 
-    @classmethod
-    def make(cls, k: int) -> NeighborGraph:
-        """Returns a graph whose lists are long enough for k neighbours."""
-        return cls(k)
-
     def __init__(self, k: int = 10, *, candidates: int | None = None, exact: bool = False) -> None:
         candidates = max(3 * k + 2, 16) if candidates is None else candidates
         if candidates < k:
