@@ -61,8 +61,8 @@ def setting(name: str, algorithm: str, env: str, kind: str) -> int | float | Non
     row = best_rows().get((algorithm.upper(), env, method))
     if row is None:
         raise UsageError(
-            f"The paper has no {algorithm.upper()} on {env}, so {name} has no default there; set it "
-            f"in recipes/conf/{algorithm}.yaml."
+            f"The paper has no {algorithm.upper()} on {env}, so {name} has no default there; set "
+            f"it in recipes/conf/{algorithm}.yaml."
         )
     text = row[name]
     if not text:
