@@ -126,7 +126,7 @@ def start(recipe: str, *arguments: str, cwd: Path) -> None:
         mock.patch.object(sys, "argv", [f"{recipe}.py", *arguments]),
         mock.patch.object(
             sys, "gettrace", return_value=None
-        ),  # Hydra takes coverage for a debugger
+        ),  # Hydra sees a debugger in coverage
         mock.patch.dict(os.environ),  # to which the launchers add
         contextlib.chdir(cwd),
     ):
