@@ -31,7 +31,7 @@ from omegaconf import DictConfig
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import Tensor, nn
 from torch.distributions import Distribution
-from torch.nn.functional import softplus
+from torch.nn.functional import mse_loss, softplus
 from torchrl.data import Bounded
 from torchrl.modules import MLP, ProbabilisticActor, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate
@@ -127,7 +127,8 @@ def make_losses(cfg: DictConfig, agent: SACLoss) -> Callable[[Weights, Batch, Te
             action, log_prob = policy.draw(noise[0])
             value = critic.each(weights.target_critics, batch.following, action).amin(0)
             goal = batch.reward + gamma * ~batch.terminated * (value - alpha * log_prob)
-        errors = critic.each(weights.critics, batch.observation, batch.action) - goal
+        values = critic.each(weights.critics, batch.observation, batch.action)
+        squares = mse_loss(values, goal.expand_as(values), reduction="none")
 
         policy = SquashedNormal(*actor(weights.actor, batch.observation))
         action, log_prob = policy.draw(noise[1])
@@ -135,14 +136,14 @@ def make_losses(cfg: DictConfig, agent: SACLoss) -> Callable[[Weights, Batch, Te
         fixed = [weight.detach() for weight in weights.critics]
         value = critic.each(fixed, batch.observation, action).amin(0)
         excess = log_prob.detach() + target_entropy
-        values = {
-            "loss_qvalue": batch.mean(errors.square().sum(0)),
+        found = {
+            "loss_qvalue": batch.mean(squares.sum(0)),
             "loss_actor": batch.mean(alpha * log_prob - value),
             "loss_alpha": batch.mean(-log_alpha * excess),
             "entropy": -log_prob.detach().mean(),
             "alpha": alpha,
         }
-        return values, errors.detach().abs().mean(0)
+        return found, (values - goal).detach().abs().mean(0)
 
     return losses
 

@@ -30,6 +30,7 @@ from common.video import check_video, write_video
 from omegaconf import DictConfig
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 from torchrl.data import Bounded
 from torchrl.modules import MLP, ValueOperator
 from torchrl.objectives import SoftUpdate, TD3Loss
@@ -101,8 +102,9 @@ def make_losses(
             action = (action + (sigma * noise).clamp(-limit, limit)).clamp(-1, 1)
             value = critic.each(weights.target_critics, batch.following, action).amin(0)
             goal = batch.reward + gamma * ~batch.terminated * value
-        errors = critic.each(weights.critics, batch.observation, batch.action) - goal
-        return batch.mean(errors.square().sum(0)), errors.detach().abs().mean(0)
+        values = critic.each(weights.critics, batch.observation, batch.action)
+        squares = mse_loss(values, goal.expand_as(values), reduction="none")
+        return batch.mean(squares.sum(0)), (values - goal).detach().abs().mean(0)
 
     def actor_loss(weights: Weights, batch: Batch) -> Tensor:
         """Returns the negative value of what the actor does, by the first critic."""

@@ -231,7 +231,7 @@ def test_the_real_agent_runs_what_the_search_draws(service, tmp_path):
         cwd=tmp_path,
         env=environment()
         | {"WANDB_BASE_URL": service, "WANDB_API_KEY": "0" * 40, "WANDB_MODE": "offline"}
-        | {"PATH": path, "HOME": str(tmp_path)},
+        | {"PATH": path, "HOME": str(tmp_path), "WANDB_AGENT_REPORT_INTERVAL": "1"},
         capture_output=True,
         text=True,
         timeout=600,
