@@ -9,6 +9,7 @@ functions that TorchRL, tensordict and torch leave without annotations. All othe
 them those about arguments, attributes and missing annotations, for our names and for TorchRL's.
 """
 
+import inspect
 import json
 import os
 import subprocess
@@ -18,11 +19,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from page_helpers import ROOT, blocks, name, pages
+from page_helpers import ROOT, blocks, first_column, name, pages
 
-from nmer_torchrl import make_replay_buffer
+from nmer_torchrl import make_replay_buffer, metrics
 from nmer_torchrl.methods import METHODS, Mixup
-from nmer_torchrl.methods.options import InterpolationName
+from nmer_torchrl.methods.options import METRICS, InterpolationName, MetricName
+from nmer_torchrl.metrics import FeatureSpace, Metric
 from nmer_torchrl.neighbors import SearchName, check_search
 from nmer_torchrl.typed import BufferOptions, MethodName, NamedOptions
 
@@ -211,6 +213,18 @@ def test_names_are_those_that_are_known_at_run_time():
         check_search("kepos")
     for interpolation in typing.get_args(InterpolationName):
         Mixup(interpolation=interpolation)
+
+
+def test_every_metric_has_a_name_and_a_row_in_its_page():
+    told = "MetricName and METRICS in nmer_torchrl/methods/options.py differ"
+    assert typing.get_args(MetricName) == tuple(METRICS), told
+    rows = first_column(ROOT / "docs" / "metrics.md", "metric")
+    for name, kind in inspect.getmembers(metrics, inspect.isclass):
+        if issubclass(kind, Metric) and not inspect.isabstract(kind):
+            named = kind is FeatureSpace or kind in METRICS.values()  # which needs a function
+            assert named, f"add {name} to METRICS in nmer_torchrl/methods/options.py"
+            shown = any(row.startswith(f"{name}(") for row in rows)
+            assert shown, f"give {name} a row in docs/metrics.md"
 
 
 def test_overloads_take_what_the_function_and_the_methods_take():
