@@ -28,18 +28,17 @@ from nmer_torchrl import (
 )
 from nmer_torchrl.gaussian_process import GaussianProcess
 from nmer_torchrl.methods import METHODS
+from nmer_torchrl.methods.groups import Near, Pairs
 from nmer_torchrl.pairs import QuantileCap
 from nmer_torchrl.samplers import SpreadSampler
 from nmer_torchrl.transforms import AmplitudeScaling, LinearFraction, MeanMixup, MixReg, RewardMean
 
-ROW_KINDS = ["per", "s4rl", "noisy", "ras", "ero"]
-PAIR_KINDS = [kind for kind in METHODS if kind not in ("uniform", *ROW_KINDS)]
-NEIGHBORHOOD_KINDS = ["neighborhood", "gp"]  # of 10 neighbours unless told
-MIXED_KINDS = [
-    kind
-    for kind in PAIR_KINDS
-    if kind not in ("mixreg", "interpolated_rewards", "tuned_ct", *NEIGHBORHOOD_KINDS)
-]
+DRAWS = {kind: getattr(each().make_sampler(9), "draws", "rows") for kind, each in METHODS.items()}
+ROW_KINDS = [kind for kind, draws in DRAWS.items() if draws == "rows" and kind != "uniform"]
+PAIR_KINDS = [kind for kind, draws in DRAWS.items() if draws != "rows"]
+NEIGHBORHOOD_KINDS = [kind for kind in PAIR_KINDS if DRAWS[kind].startswith("neighborhoods")]
+MIXED_KINDS = [kind for kind, method in METHODS.items() if issubclass(method, Pairs)]
+NEAR_KINDS = [kind for kind, method in METHODS.items() if issubclass(method, Near)]
 
 
 def make(kind="nmer", *, capacity=100, batch_size=16, seed=0, **options):
@@ -52,7 +51,7 @@ def make(kind="nmer", *, capacity=100, batch_size=16, seed=0, **options):
 def index_shape(kind):
     """Of a batch of 16."""
     if kind in NEIGHBORHOOD_KINDS:
-        return (16, 11)
+        return (16, 11)  # of 10 neighbours unless told
     return (16, 2) if kind in PAIR_KINDS else (16,)
 
 
@@ -142,7 +141,7 @@ def test_an_argument_without_use_is_refused(kind, option):
 
 def test_metrics_by_word_mapping_and_object():
     assert isinstance(make("nmer").sampler.metric, Euclidean)
-    for kind in ("1nn", "nmer", "per_nmer", "neighborhood", "gp", "interpolated_rewards"):
+    for kind in NEAR_KINDS:
         assert isinstance(make(kind, metric="mahalanobis").sampler.metric, Mahalanobis)
     assert make(metric={"mahalanobis": {"shrinkage": 0.5}}).sampler.metric.shrinkage == 0.5
     weighted = make(metric={"euclidean": {"weights": {"action": 0.5}}}).sampler.metric
@@ -172,7 +171,7 @@ def test_fractions_and_caps_by_number_and_mapping():
     dense = make(fraction={"density": {"first": 0.0, "last": 1.0, "rows": 100}}, max_distance=2.0)
     (gate,) = dense.transform[0].gates
     assert (dense.sampler.unit.cap.limit, gate.share.sampler) == (2.0, dense.sampler)
-    for kind in ("1nn", "nmer", "per_nmer", "neighborhood", "gp", "interpolated_rewards"):
+    for kind in NEAR_KINDS:
         for cap in ({"quantile": 0.9}, QuantileCap(0.9)):
             sampler = make(kind, max_distance=cap).sampler
             assert sampler.unit.cap.max_distance == QuantileCap(0.9)

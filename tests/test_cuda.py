@@ -14,7 +14,7 @@ from pretend_cuda import pretend_cuda, some_cuda
 from torchrl.data.replay_buffers.samplers import prioritized
 
 from nmer_torchrl import FeatureSpace, _compat, make_replay_buffer
-from nmer_torchrl.methods import METHODS, option_names
+from nmer_torchrl.methods import METHODS, option_names, options
 from nmer_torchrl.tracking import standardize
 from nmer_torchrl.tracking.standardize import RunningStandardizer
 
@@ -24,9 +24,8 @@ import counts  # isort: skip
 KINDS = {kind: option_names(method) for kind, method in METHODS.items()}
 SEARCHES = ("graph", "keops", "torch", "faiss")
 METRICS = {
+    **{name: functools.partial(str, name) for name in options.METRICS},
     "euclidean": lambda: {"euclidean": {"weights": {"action": 0.5}}},
-    "mahalanobis": lambda: "mahalanobis",
-    "product": lambda: "product",
     "feature": lambda: FeatureSpace(_double),
 }
 

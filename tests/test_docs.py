@@ -259,7 +259,8 @@ def test_the_recipes_page_has_every_choice_of_a_group():
     )
     assert len(groups) == 4
     for group, text in groups:
-        assert set(re.findall(r"`([^`]+)`", text)) == choices(group)
+        listed = set(re.findall(r"`([^`]+)`", text))
+        assert listed == choices(group), f"mend the row `{group}` of docs/recipes.md"
 
 
 def test_the_recipes_page_has_every_metric():

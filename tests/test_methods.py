@@ -119,21 +119,30 @@ def test_nothing_concrete_is_subclassed():
     for method in METHODS.values():
         for base in method.__mro__[1:]:
             assert not issubclass(base, Method) or inspect.isabstract(base), (method, base)
-    assert {method.__name__ for method in METHODS.values()} <= set(methods.__all__)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_public(name):
+    kind = METHODS[name].__name__
+    assert kind in methods.__all__, f"add {kind} to __all__ of nmer_torchrl/methods/__init__.py"
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_says_its_source_and_its_options(name):
     method = METHODS[name]
-    assert re.search(r"^    Source: ", method.__doc__, re.MULTILINE)
+    where = f"the docstring of {method.__name__}"
+    source = re.search(r"^    Source: ", method.__doc__ or "", re.MULTILINE)
+    assert source, f"{where} lacks a line `Source: ...`"
     said = "".join(base.__doc__ or "" for base in method.__mro__ if issubclass(base, Method))
     for option in option_names(method):
-        assert re.search(rf"^        {option}: ", said, re.MULTILINE), option
+        text = re.search(rf"^        {option}: ", said, re.MULTILINE)
+        assert text, f"{where} lacks its option `{option}: ...` under `Keyword Args:`"
 
 
 def test_pages_have_what_they_derive_from_the_methods():
     derived = runpy.run_path(str(ROOT / "docs" / "tables.py"))["pages"]()
-    assert [page.name for page, text in derived.items() if page.read_text() != text] == []
+    old = [page.name for page, text in derived.items() if page.read_text() != text]
+    assert not old, f"{old} are not up to date: run python docs/tables.py"
     table = derived[ROOT / "docs" / "methods.md"]
     row = r"^\| `per_nmer` \| `PERNMER` .* `PairMixup`, `PairPrioritizedReplayBuffer` .*`k=10`"
     assert re.search(row, table, re.MULTILINE)

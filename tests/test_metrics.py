@@ -1,7 +1,13 @@
-"""One suite that holds every metric, over every search, to its equation in slow float64."""
+"""One suite that holds every metric, over every search, to its equation in slow float64.
+
+A new metric is added to `METRICS`.
+"""
 
 import copy
+import inspect
 import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -21,8 +27,9 @@ from nmer_torchrl import (
     PairPrioritizedReplayBuffer,
     PrioritizedNeighborPairSampler,
     ProductNorm,
+    metrics,
 )
-from nmer_torchrl.metrics import mahalanobis
+from nmer_torchrl.metrics import Metric, mahalanobis
 from nmer_torchrl.neighbors import FaissSearch, KeOpsSearch, NeighborGraph, TorchSearch
 from nmer_torchrl.tracking.covariance import RunningCovariance
 
@@ -65,23 +72,48 @@ def encoded(points, distances):
     return distances(encode(rows))
 
 
-WEIGHTS = {"action": 0.25}
+@dataclass(frozen=True)
+class Case:
+    """A metric, its equation, and what it declares."""
+
+    make: Callable[[], Metric]
+    equation: Callable[[torch.Tensor], torch.Tensor]
+    refuses: tuple[str, ...] = ()  # searches that do not serve it
+    by_key: bool = False
+    embeds: bool = True
+    keops: bool = True  # False spares the time that KeOps compiles for a formula and a width
+
+
 METRICS = {
-    "euclidean": (Euclidean, euclidean),
-    "weights": (
-        partial(Euclidean, weights=WEIGHTS),
+    "euclidean": Case(Euclidean, euclidean),
+    "weights": Case(
+        partial(Euclidean, weights={"action": 0.25}),
         partial(euclidean, weights=(1.0, 1.0, 1.0, 0.25, 0.25)),
+        by_key=True,
+        keops=False,
     ),
-    "mahalanobis": (Mahalanobis, whitened),
-    "shrunk": (partial(Mahalanobis, shrinkage=0.3), partial(whitened, shrinkage=0.3)),
-    "product": (ProductNorm, product),
-    "feature": (
+    "mahalanobis": Case(Mahalanobis, whitened),
+    "shrunk": Case(
+        partial(Mahalanobis, shrinkage=0.3), partial(whitened, shrinkage=0.3), keops=False
+    ),
+    "product": Case(
+        ProductNorm,
+        product,
+        refuses=("graph", "default graph", "faiss"),
+        by_key=True,
+        embeds=False,
+    ),
+    "feature": Case(
         partial(FeatureSpace, encode),
         partial(encoded, distances=partial(euclidean, weights=(1.0, 1.0))),
+        by_key=True,
+        keops=False,
     ),
-    "whitened feature": (
+    "whitened feature": Case(
         lambda: FeatureSpace(encode, Mahalanobis()),
         partial(encoded, distances=whitened),
+        by_key=True,
+        keops=False,
     ),
 }
 SEARCHES = {
@@ -94,18 +126,26 @@ SEARCHES = {
 # KeOps compiles into a cache that processes share: one process at a time.
 CASES = [
     pytest.param(
-        metric,
+        case,
         search,
-        id=f"{metric} by {search}",
+        id=f"{name} by {search}",
         marks=[pytest.mark.xdist_group("keops")] if search == "keops" else [],
     )
-    for metric in METRICS
+    for name, case in METRICS.items()
     for search in SEARCHES
-    if metric != "product" or search in ("torch", "keops")
-    # KeOps compiles for some time for each formula and width of points.
-    if search != "keops" or metric in ("euclidean", "mahalanobis", "product")
+    if search not in case.refuses and (search != "keops" or case.keops)
 ]
-every_case = pytest.mark.parametrize(("metric", "search"), CASES)
+every_case = pytest.mark.parametrize(("case", "search"), CASES)
+
+
+@pytest.fixture(params=METRICS)
+def case(request) -> Case:
+    return METRICS[request.param]
+
+
+def over(*names):
+    """Has a test run with these metrics alone."""
+    return pytest.mark.parametrize("case", [METRICS[name] for name in names], ids=names)
 
 
 def make_buffer(metric, search="torch", *, k=4, capacity=60, **options):
@@ -146,33 +186,46 @@ def assert_nearest(buffer, distances, k=4, recall=1.0):
         assert len(set(there)) == len(there)
 
 
+def test_every_metric_is_held_to_its_equation():
+    held = {type(each.make()) for each in METRICS.values()}
+    for name, kind in inspect.getmembers(metrics, inspect.isclass):
+        if issubclass(kind, Metric) and not inspect.isabstract(kind):
+            assert kind in held, f"add {name} and its equation to METRICS in tests/test_metrics.py"
+
+
+def test_a_search_that_does_not_serve_a_metric_is_refused(case):
+    for search, make in SEARCHES.items():
+        if search in case.refuses:
+            with pytest.raises(ValueError, match="does not serve"):
+                case.make().check(make(), POINT_KEYS)
+        else:
+            case.make().check(make(), POINT_KEYS)
+
+
 @every_case
-def test_neighbors_are_those_of_the_equation(metric, search):
-    make, distances = METRICS[metric]
-    buffer = make_buffer(make(), SEARCHES[search](), capacity=400)
+def test_neighbors_are_those_of_the_equation(case, search):
+    buffer = make_buffer(case.make(), SEARCHES[search](), capacity=400)
     buffer.extend(correlated(300))
-    assert_nearest(buffer, distances)
+    assert_nearest(buffer, case.equation)
     buffer.extend(correlated(200, seed=1, spread=2.0))  # wraps
-    assert_nearest(buffer, distances)
+    assert_nearest(buffer, case.equation)
 
 
-@pytest.mark.parametrize("metric", ["mahalanobis", "shrunk"])
-def test_a_graph_that_proves_nothing_is_all_but_exact_between_its_renewals(metric):
-    make, distances = METRICS[metric]
-    buffer = make_buffer(make(), "graph", capacity=500)
+@over("mahalanobis", "shrunk")
+def test_a_graph_that_proves_nothing_is_all_but_exact_between_its_renewals(case):
+    buffer = make_buffer(case.make(), "graph", capacity=500)
     buffer.extend(correlated(400))
     for seed in range(1, 8):
         buffer.extend(correlated(8, seed=seed))
-        assert_nearest(buffer, distances, recall=0.998)
+        assert_nearest(buffer, case.equation, recall=0.998)
 
 
 @every_case
 @settings(max_examples=8)
 @given(data=st.data())
-def test_after_any_sequence_of_writes(metric, search, data):
-    make, distances = METRICS[metric]
+def test_after_any_sequence_of_writes(case, search, data):
     recall = 0.95 if search == "default graph" else 1.0  # it proves nothing
-    buffer = make_buffer(make(), SEARCHES[search](), capacity=30)
+    buffer = make_buffer(case.make(), SEARCHES[search](), capacity=30)
     for seed in range(data.draw(st.integers(1, 6))):
         write = data.draw(st.sampled_from(["extend", "add", "setitem", "look"]))
         spread = data.draw(st.sampled_from([1.0, 1.0, 1.05, 1e3]))
@@ -187,45 +240,39 @@ def test_after_any_sequence_of_writes(metric, search, data):
             )
             buffer[index] = correlated(len(index), seed=seed, spread=spread)
         else:
-            assert_nearest(buffer, distances, recall=recall)
-    assert_nearest(buffer, distances, recall=recall)
+            assert_nearest(buffer, case.equation, recall=recall)
+    assert_nearest(buffer, case.equation, recall=recall)
 
 
-@pytest.mark.parametrize("metric", METRICS)
-def test_duplicates_and_dimensions_that_do_not_vary(metric):
-    make, distances = METRICS[metric]
+def test_duplicates_and_dimensions_that_do_not_vary(case):
     rows = correlated(12)[torch.arange(36) % 12].clone()
     rows["observation"][:, 2] = 7.0
-    buffer = make_buffer(make())
+    buffer = make_buffer(case.make())
     buffer.extend(rows)
-    assert_nearest(buffer, distances)
+    assert_nearest(buffer, case.equation)
 
 
-@pytest.mark.parametrize("metric", METRICS)
-def test_rows_that_are_not_finite_have_no_part_in_it(metric):
-    make, distances = METRICS[metric]
+def test_rows_that_are_not_finite_have_no_part_in_it(case):
     rows = correlated(20)
     rows["observation"][3, 0] = torch.nan
     rows["next", "reward"][8] = torch.inf
-    buffer = make_buffer(make())
+    buffer = make_buffer(case.make())
     buffer.extend(rows)
     with pytest.warns(UserWarning, match="non-finite"):
         neighbors = buffer.sampler.neighbors(buffer.storage, torch.arange(20))
     assert (neighbors[[3, 8]] == -1).all()
     assert not torch.isin(neighbors, torch.tensor([3, 8])).any()
     buffer[torch.tensor([3, 8])] = correlated(2, seed=5)
-    assert_nearest(buffer, distances)
+    assert_nearest(buffer, case.equation)
 
 
-@pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("search", ["torch", "graph"])
-def test_a_saved_sampler_goes_on_with_the_same_pairs(metric, search, tmp_path):
-    if (metric, search) == ("product", "graph"):
+def test_a_saved_sampler_goes_on_with_the_same_pairs(case, search, tmp_path):
+    if search in case.refuses:
         pytest.skip("not served")
-    make, distances = METRICS[metric]
 
     def new():
-        return make_buffer(make(), search, generator=torch.Generator().manual_seed(1))
+        return make_buffer(case.make(), search, generator=torch.Generator().manual_seed(1))
 
     buffer = new()
     buffer.extend(correlated(40))
@@ -238,16 +285,15 @@ def test_a_saved_sampler_goes_on_with_the_same_pairs(metric, search, tmp_path):
     loaded.loads(tmp_path / "buffer")
     restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     for other in (loaded, restored):
-        assert_nearest(other, distances)
+        assert_nearest(other, case.equation)
     expected = buffer.sampler.neighbors(buffer.storage, torch.arange(60))
     for other in (loaded, restored):
         assert torch.equal(other.sampler.neighbors(other.storage, torch.arange(60)), expected)
 
 
-@pytest.mark.parametrize("metric", ["euclidean", "mahalanobis"])
-def test_a_saved_graph_is_taken_up_with_its_lists(metric):
-    make, _ = METRICS[metric]
-    first, second = (make_buffer(make(), "graph", capacity=600) for _ in range(2))
+@over("euclidean", "mahalanobis")
+def test_a_saved_graph_is_taken_up_with_its_lists(case):
+    first, second = (make_buffer(case.make(), "graph", capacity=600) for _ in range(2))
     first.extend(correlated(500))
     first.sampler.neighbors(first.storage, torch.arange(500))
     first.extend(correlated(2, seed=1))
@@ -257,11 +303,9 @@ def test_a_saved_graph_is_taken_up_with_its_lists(metric):
     assert second.sampler.unit.neighborhood.search.stats()["lists"] >= 500
 
 
-@pytest.mark.parametrize("metric", [m for m in METRICS if m != "whitened feature"])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))])
-def test_a_copy_works_by_itself(metric, duplicate):
-    make, distances = METRICS[metric]
-    buffer = make_buffer(make(), capacity=2_000)
+def test_a_copy_works_by_itself(case, duplicate):
+    buffer = make_buffer(case.make(), capacity=2_000)
     buffer.extend(correlated(1_500))
     buffer.sample()
     assert len(pickle.dumps(buffer.sampler)) < 2_000
@@ -270,20 +314,18 @@ def test_a_copy_works_by_itself(metric, duplicate):
     index = torch.arange(len(twin))[-20:]
     points = stored_points(twin.storage)
     neighbors = twin.sampler.neighbors(twin.storage, index)
-    expected = distances(points)[index].scatter(1, index.unsqueeze(1), torch.inf)
+    expected = case.equation(points)[index].scatter(1, index.unsqueeze(1), torch.inf)
     torch.testing.assert_close(
         expected.gather(1, neighbors), expected.sort(1).values[:, :4], rtol=1e-5, atol=1e-9
     )
 
 
-@pytest.mark.parametrize("metric", METRICS)
-def test_distances_of_a_batch_are_those_of_the_equation(metric):
-    make, distances = METRICS[metric]
-    buffer = make_buffer(make())
+def test_distances_of_a_batch_are_those_of_the_equation(case):
+    buffer = make_buffer(case.make())
     buffer.extend(correlated(50))
     index, _ = buffer.sampler.sample(buffer.storage, 20)
     rows = buffer.storage[:]
-    everything = distances(stored_points(buffer.storage))
+    everything = case.equation(stored_points(buffer.storage))
     found = buffer.sampler.distances(rows[index])
     expected = everything[index[:, 0], index[:, 1]].unsqueeze(1)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
@@ -297,16 +339,14 @@ def test_distances_of_a_batch_are_those_of_the_equation(metric):
         torch.testing.assert_close(apart, expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("metric", METRICS)
-def test_a_metric_by_keys_does_not_measure_features(metric):
-    made = METRICS[metric][0]()
+def test_a_metric_by_keys_does_not_measure_features(case):
+    made = case.make()
+    assert (made.by_key, made.embeds) == (case.by_key, case.embeds)
     if made.by_key:
         with pytest.raises(ValueError, match="features do not have"):
             FeatureSpace(encode, made)
     else:
         assert FeatureSpace(encode, made).metric is made
-    assert made.by_key == (metric not in ("euclidean", "mahalanobis", "shrunk"))
-    assert made.embeds == (metric != "product")
 
 
 def test_distances_before_anything_was_drawn_are_refused():

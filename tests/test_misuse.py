@@ -218,7 +218,7 @@ def test_every_pairing_and_every_fold_is_in_the_table():
     for room, attribute in ((samplers, "draws"), (transforms, "folds")):
         for name, kind in inspect.getmembers(room, inspect.isclass):
             if getattr(kind, attribute, None) and not inspect.isabstract(kind):
-                assert name in made, name
+                assert name in made, f"{name} is missing from WRONG in tests/test_misuse.py"
 
 
 def test_a_sampler_that_is_replaced_leaves_no_measure_behind():

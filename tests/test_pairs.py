@@ -1,6 +1,12 @@
-"""The contract of pairings: every unit, beside every sampler of single rows, under every fold."""
+"""The contract of pairings: every unit, beside every sampler of single rows, under every fold.
 
+A new pairing is added to `UNITS`.
+"""
+
+import inspect
 import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -36,6 +42,7 @@ from nmer_torchrl import (
     SuccessorPairs,
     TemporalPairSampler,
     loop,
+    pairs,
 )
 from nmer_torchrl.pairs import Pairing
 from nmer_torchrl.samplers import NeighborhoodSampler, PairSampler
@@ -59,13 +66,41 @@ def episode(n: int = N, seed: int = 0) -> TensorDict:
     return rows
 
 
+def near(unit, storage, anchor, partner, newest) -> None:
+    """Partners are among the nearest neighbours."""
+    found = unit.neighbors(storage, anchor)
+    assert_neighbors(stored_points(storage), anchor, found)
+    assert (partner.unsqueeze(2) == found.unsqueeze(1)).any(2).all()
+
+
+def another(unit, storage, anchor, partner, newest) -> None:
+    """Partners are any rows but the anchors."""
+    assert (partner != anchor.unsqueeze(1)).all()
+
+
+def following(unit, storage, anchor, partner, newest) -> None:
+    """Partners are the rows that followed; the newest has none."""
+    expected = torch.where(anchor == newest, anchor, (anchor + 1) % len(storage))
+    assert torch.equal(partner, expected.unsqueeze(1))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A pairing, and its definition: what checks partners `[B, m]` of anchors `[B]`."""
+
+    make: Callable[[], Pairing]
+    check: Callable[..., None]
+    width: int = 2  # rows for each anchor, itself among them
+
+
 UNITS = {
-    "neighbors": lambda: NeighborPairs(k=4, search="torch"),
-    "graph": lambda: NeighborPairs(k=4),
-    "random": RandomPairs,
-    "successors": SuccessorPairs,
-    "neighborhoods": lambda: Neighborhoods(k=4),
+    "neighbors": Unit(lambda: NeighborPairs(k=4, search="torch"), near),
+    "graph": Unit(lambda: NeighborPairs(k=4), near),
+    "random": Unit(RandomPairs, another),
+    "successors": Unit(SuccessorPairs, following),
+    "neighborhoods": Unit(lambda: Neighborhoods(k=4), near, width=5),
 }
+DEFINITIONS = {type(unit.make()): unit for unit in UNITS.values()}
 ANCHORS = {
     "random": RandomSampler,
     "without replacement": SamplerWithoutReplacement,
@@ -74,12 +109,12 @@ ANCHORS = {
 }
 
 
-def fold(unit: Pairing):
-    return NeighborhoodMixup(0.75) if isinstance(unit, Neighborhoods) else PairMixup(0.75)
+def fold(part: Pairing | PairSampler):
+    return PairMixup(0.75) if part.draws == Pairing.draws else NeighborhoodMixup(0.75)
 
 
 def make(unit, sampler=None, *, storage=None, buffer=TensorDictReplayBuffer, **options):
-    options.setdefault("transform", fold(unit))
+    options.setdefault("transform", fold(sampler if unit is None else unit))
     sampler = {} if sampler is None else {"sampler": sampler}
     return buffer(
         storage=LazyTensorStorage(N) if storage is None else storage,
@@ -93,29 +128,26 @@ def make(unit, sampler=None, *, storage=None, buffer=TensorDictReplayBuffer, **o
 def check(unit, buffer, batch, newest: int = N - 1) -> None:
     """The batch is what the definitions make of the rows stored now."""
     stored, index = buffer.storage[:], batch["index"]
-    width = 5 if isinstance(unit, Neighborhoods) else 2
-    assert index.shape == (len(batch), width)
+    definition = DEFINITIONS[type(unit)]
+    assert index.shape == (len(batch), definition.width)
     weight = batch["mixup_weight"].double()
-    weight = weight if width > 2 else torch.cat([weight, 1 - weight], -1)
+    weight = weight if definition.width > 2 else torch.cat([weight, 1 - weight], -1)
     for key in ("observation", "action", ("next", "observation"), ("next", "reward")):
         expected = torch.einsum("bm,bmd->bd", weight, stored[key][index].double())
         torch.testing.assert_close(batch[key].double(), expected, rtol=1e-5, atol=1e-5)
-    anchor, partner = index[:, 0], index[:, 1:]
-    if isinstance(unit, (NeighborPairs, Neighborhoods)):
-        near = unit.neighbors(buffer.storage, anchor)
-        assert_neighbors(stored_points(buffer.storage), anchor, near)
-        assert (partner.unsqueeze(2) == near.unsqueeze(1)).any(2).all()
-    elif isinstance(unit, RandomPairs):
-        assert (partner[:, 0] != anchor).all()
-    else:
-        following = torch.where(anchor == newest, anchor, (anchor + 1) % len(stored))
-        assert torch.equal(partner[:, 0], following)
+    definition.check(unit, buffer.storage, index[:, 0], index[:, 1:], newest)
 
 
 @pytest.fixture(params=UNITS)
 def unit(request) -> Pairing:
     torch.manual_seed(0)
-    return UNITS[request.param]()
+    return UNITS[request.param].make()
+
+
+def test_every_pairing_is_held_to_its_definition():
+    for name, kind in inspect.getmembers(pairs, inspect.isclass):
+        if issubclass(kind, Pairing) and not inspect.isabstract(kind):
+            assert kind in DEFINITIONS, f"add {name} to UNITS in tests/test_pairs.py"
 
 
 @pytest.mark.parametrize("anchors", ANCHORS)
@@ -188,7 +220,7 @@ def test_batches_are_drawn_ahead_and_copied(unit):
     buffer.extend(episode())
     for _ in range(4):
         check(unit, buffer, buffer.sample())
-    copy = pickle.loads(pickle.dumps(make(UNITS["random"]())))
+    copy = pickle.loads(pickle.dumps(make(UNITS["random"].make())))
     copy.extend(episode())
     assert copy.sample().shape == (B,)
 
@@ -230,12 +262,12 @@ def test_samplers_of_pairs_are_uniform_anchors_beside_a_unit(sampler, name):
     both = TensorDictReplayBuffer(
         storage=LazyTensorStorage(N),
         sampler=sampler,
-        transform=fold(sampler.unit),
+        transform=fold(sampler),
         batch_size=B,
         generator=torch.Generator().manual_seed(3),
     )
     generator = torch.Generator().manual_seed(3)
-    unit = UNITS[name]()
+    unit = UNITS[name].make()
     unit.generator = generator
     apart = make(unit, RandomSampler(), generator=generator)
     for buffer in (both, apart):

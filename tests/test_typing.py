@@ -9,6 +9,7 @@ functions that TorchRL, tensordict and torch leave without annotations. All othe
 them those about arguments, attributes and missing annotations, for our names and for TorchRL's.
 """
 
+import inspect
 import json
 import os
 import subprocess
@@ -18,11 +19,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from page_helpers import ROOT, blocks, name, pages
+from page_helpers import ROOT, blocks, first_column, name, pages
 
-from nmer_torchrl import make_replay_buffer
+from nmer_torchrl import make_replay_buffer, metrics
 from nmer_torchrl.methods import METHODS, Mixup
-from nmer_torchrl.methods.options import InterpolationName
+from nmer_torchrl.methods.options import METRICS, InterpolationName, MetricName
+from nmer_torchrl.metrics import FeatureSpace, Metric
 from nmer_torchrl.neighbors import SearchName, check_search
 from nmer_torchrl.typed import BufferOptions, MethodName, NamedOptions
 
@@ -35,23 +37,9 @@ NOT_OURS = {
     "reportUnknownVariableType": False,
 }
 
+# Of each method, as its `make_sampler` says.
 SAMPLERS = {
-    "uniform": "RandomSampler",
-    "per": "CheckedPrioritizedSampler",
-    "mixup": "RandomPairSampler",
-    "1nn": "NeighborPairSampler",
-    "nmer": "NeighborPairSampler",
-    "per_nmer": "PrioritizedNeighborPairSampler",
-    "neighborhood": "NeighborhoodSampler",
-    "gp": "NeighborhoodSampler",
-    "ct": "TemporalPairSampler",
-    "tuned_ct": "TemporalPairSampler",
-    "s4rl": "RandomSampler",
-    "noisy": "SpreadSampler",
-    "ras": "RandomSampler",
-    "mixreg": "RandomPairSampler",
-    "interpolated_rewards": "NeighborPairSampler",
-    "ero": "ReplayOptimizationSampler",
+    kind: typing.get_type_hints(method.make_sampler)["return"] for kind, method in METHODS.items()
 }
 
 # Each kind has a sampler of a known type. One test runs this code.
@@ -60,38 +48,30 @@ from typing import assert_type
 
 import torch
 from torch import Tensor
-from torchrl.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from nmer_torchrl import (
     NMER,
     Method,
-    NeighborPairSampler,
     PairPrioritizedReplayBuffer,
-    PrioritizedNeighborPairSampler,
-    RandomPairSampler,
-    TemporalPairSampler,
     __version__,
     make_replay_buffer,
     methods,
-)
-from nmer_torchrl.samplers import (
-    CheckedPrioritizedSampler,
-    NeighborhoodSampler,
-    ReplayOptimizationSampler,
-    SpreadSampler,
 )
 from nmer_torchrl.buffers import MethodName
 
 assert_type(__version__, str)
 """
+for sampler in sorted(set(SAMPLERS.values()), key=lambda kind: kind.__name__):
+    RIGHT += f"from {sampler.__module__} import {sampler.__name__}\n"
 RIGHT += "".join(
     f"""
 buffer = make_replay_buffer({kind!r}, capacity=9, batch_size=2)
-sampler = assert_type(buffer.sampler, {sampler})
-assert type(sampler) is {sampler}
+sampler = assert_type(buffer.sampler, {sampler.__name__})
+assert type(sampler) is {sampler.__name__}
 assert_type(
     make_replay_buffer(methods.{METHODS[kind].__name__}(), capacity=9, batch_size=2).sampler,
-    {sampler},
+    {sampler.__name__},
 )
 """
     for kind, sampler in SAMPLERS.items()
@@ -215,23 +195,36 @@ def test_pages_and_right_calls_pass_in_strict_mode_and_wrong_calls_do_not(errors
     """One test for each checker, since each takes long to run."""
     assert len(list(folder.glob("page_*.py"))) > 10
     assert {file: found for file, found in errors.items() if file.startswith("page_")} == {}
-    assert errors.get("right.py", []) == []  # the sampler of each kind has a known type
+    told = "give each method a name in MethodName and an overload of make_replay_buffer"
+    assert errors.get("right.py", []) == [], told  # the sampler of each kind has a known type
     assert {line for line, _ in errors["wrong.py"]} == set(range(2, WRONG.count("\n") + 1))
 
 
 def test_the_sampler_of_each_kind_is_what_its_type_says():
-    assert SAMPLERS.keys() == METHODS.keys()
     exec(compile(RIGHT, "right.py", "exec"), {"__name__": "right"})
 
 
 def test_names_are_those_that_are_known_at_run_time():
-    assert typing.get_args(MethodName) == tuple(METHODS)
+    listed = "MethodName in nmer_torchrl/typed.py lists the names of METHODS in their order"
+    assert typing.get_args(MethodName) == tuple(METHODS), listed
     for search in typing.get_args(SearchName):
         check_search(search)
     with pytest.raises(ValueError, match=", ".join(typing.get_args(SearchName))):
         check_search("kepos")
     for interpolation in typing.get_args(InterpolationName):
         Mixup(interpolation=interpolation)
+
+
+def test_every_metric_has_a_name_and_a_row_in_its_page():
+    told = "MetricName and METRICS in nmer_torchrl/methods/options.py differ"
+    assert typing.get_args(MetricName) == tuple(METRICS), told
+    rows = first_column(ROOT / "docs" / "metrics.md", "metric")
+    for kind in vars(metrics).values():
+        if inspect.isclass(kind) and issubclass(kind, Metric) and kind is not Metric:
+            named = kind is FeatureSpace or kind in METRICS.values()  # the one needs a function
+            assert named, f"add {kind.__name__} to METRICS in nmer_torchrl/methods/options.py"
+            shown = any(row.startswith(f"{kind.__name__}(") for row in rows)
+            assert shown, f"give {kind.__name__} a row in docs/metrics.md"
 
 
 def test_overloads_take_what_the_function_and_the_methods_take():
@@ -245,5 +238,6 @@ def test_overloads_take_what_the_function_and_the_methods_take():
         hints = typing.get_type_hints(method)
         options |= {field.name: hints[field.name] for field in fields(method)}
         for field in fields(method):
-            assert named[field.name] == hints[field.name], (method, field.name)
+            told = f"say in NamedOptions of nmer_torchrl/typed.py what {field.name} is"
+            assert named.get(field.name) == hints[field.name], told
     assert named == signature | options

@@ -26,6 +26,13 @@ InterpolationName = Literal["beta", "uniform", "mean"]
 MetricName = Literal["euclidean", "mahalanobis", "product"]
 FractionName = Literal["linear", "exponential", "density"]
 
+METRICS: dict[MetricName, Callable[..., Metric]] = {
+    "euclidean": Euclidean,
+    "mahalanobis": Mahalanobis,
+    "product": ProductNorm,
+}
+"""The metrics by name. A `FeatureSpace` needs a function, so it is given as an object."""
+
 # A mapping is `{name: {argument: value}}`.
 MetricOption = MetricName | Mapping[MetricName, Mapping[str, Any] | None] | Metric
 FractionOption = float | Mapping[FractionName, Mapping[str, Any]] | Schedule
@@ -43,8 +50,7 @@ def make_metric(option: MetricOption) -> Metric:
     """
     if isinstance(option, Metric):
         return option
-    known = {"euclidean": Euclidean, "mahalanobis": Mahalanobis, "product": ProductNorm}
-    return cast(Metric, _named("metric", option, known))
+    return cast(Metric, _named("metric", option, METRICS))
 
 
 def make_fraction(option: FractionOption, sampler: Any) -> list[Gate]:
@@ -88,7 +94,7 @@ def make_cap(option: DistanceOption | None) -> float | QuantileCap | None:
     return QuantileCap(option["quantile"])
 
 
-def _named(name: str, option: Any, known: Mapping[str, Callable[..., Any]], other: str = "") -> Any:
+def _named(name: str, option: Any, known: Mapping[Any, Callable[..., Any]], other: str = "") -> Any:
     """Builds the part of that name, or of `{name: {argument: value}}`."""
     if isinstance(option, str):
         option = {option: {}}

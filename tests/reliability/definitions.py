@@ -1,4 +1,11 @@
-"""What a batch of each kind is by its definition, recomputed in float64 from what is stored."""
+"""What a batch of each kind is by its definition, recomputed in float64 from what is stored.
+
+A new method is added to `DEFINITIONS`, at the end.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from helpers import MIX_KEYS, distances_to, oracle_distances, oracle_scale
@@ -9,8 +16,6 @@ from torch import Tensor
 from nmer_torchrl.neighbors import NeighborGraph
 
 TIE = 1e-6  # standard deviations that the default graph, in float32, may not tell apart
-NEAR = ("1nn", "nmer", "per_nmer", "neighborhood", "gp", "interpolated_rewards")
-PAIRS = ("mixup", "1nn", "nmer", "per_nmer", "ct", "tuned_ct")
 REWARD, NEXT, ENDED = ("next", "reward"), ("next", "observation"), ("next", "terminated")
 OTHERS = ("identity", ENDED, ("next", "done"))
 
@@ -77,46 +82,45 @@ def successors(stored: Stored, newest: int) -> Tensor:
 
 def check_batch(kind: str, batch: TensorDictBase, stored: Stored, buffer, newest: int) -> float:
     """Raises if a row is not what its definition says; returns the share of right partners."""
-    index = batch["index"]
+    assert kind in DEFINITIONS, f"say in tests/reliability/definitions.py what a batch of {kind} is"
+    definition, index = DEFINITIONS[kind], batch["index"]
     assert ((index >= 0) & (index < len(stored.rows))).all()
     anchor = stored.rows[index.reshape(len(batch), -1)[:, 0]]
-    if kind != "mixreg":
-        for key in OTHERS:
-            assert_equal(batch[key], anchor[key])
-    if kind in ("uniform", "per", "ero"):
-        for key in MIX_KEYS:
-            assert_equal(batch[key], anchor[key])
-        if kind == "ero" and (state := buffer.sampler.state_dict())["chosen"]:
-            kept = state["_kept"][: len(stored.rows)]
-            assert kept[index].all() or not kept.any()
+    for key in definition.keeps:
+        assert_equal(batch[key], anchor[key])
+    if definition.rows is not None:
+        definition.rows(batch, anchor, stored, buffer)
+    if definition.partners is None:
         return 1.0
-    if kind in ("s4rl", "ras", "noisy"):
-        {"s4rl": _check_state, "ras": _check_amplitude, "noisy": _check_noise}[kind](
-            batch, anchor, stored, buffer
-        )
-        return 1.0
-    if kind in ("neighborhood", "gp"):
-        _check_neighborhood(kind, batch, stored, buffer)
-    else:
-        _check_pairs(kind, batch, stored)
-    return _right_partners(kind, index, stored, buffer, newest)
-
-
-def _right_partners(kind: str, index: Tensor, stored: Stored, buffer, newest: int) -> float:
     anchor, partner = index[:, :1], index[:, 1:]
-    none = partner == anchor
-    others = stored.usable.sum() - stored.usable[anchor].long()
-    assert (stored.usable[partner] | none).all()
-    if kind in ("ct", "tuned_ct"):
-        expected = successors(stored, newest)[anchor]
-        assert_equal(partner, torch.where(expected < 0, anchor, expected))
-        return 1.0
-    if kind in ("mixup", "mixreg"):
-        assert (none == ((others == 0) | ~stored.usable[anchor])).all()
-        return 1.0
+    assert (stored.usable[partner] | (partner == anchor)).all()
+    return definition.partners(anchor, partner, stored, buffer, newest)
+
+
+# -- partners `[B, m]` of anchors `[B, 1]`; each returns the share of right ones -------------------
+
+
+def _others(anchor: Tensor, stored: Stored) -> Tensor:
+    """How many rows could be partners of each anchor."""
+    return stored.usable.sum() - stored.usable[anchor].long()
+
+
+def _successor(anchor: Tensor, partner: Tensor, stored: Stored, buffer, newest: int) -> float:
+    expected = successors(stored, newest)[anchor]
+    assert_equal(partner, torch.where(expected < 0, anchor, expected))
+    return 1.0
+
+
+def _any_row(anchor: Tensor, partner: Tensor, stored: Stored, buffer, newest: int) -> float:
+    alone = (_others(anchor, stored) == 0) | ~stored.usable[anchor]
+    assert ((partner == anchor) == alone).all()
+    return 1.0
+
+
+def _neighbor(anchor: Tensor, partner: Tensor, stored: Stored, buffer, newest: int) -> float:
     # Of k places, those are empty for which there is no other row; a pair has none only then.
-    k = buffer.sampler.k
-    there = torch.where(stored.usable[anchor], others.clamp_max(k), 0)
+    k, none = buffer.sampler.k, partner == anchor
+    there = torch.where(stored.usable[anchor], _others(anchor, stored).clamp_max(k), 0)
     missing = none.sum(1, keepdim=True)
     assert (missing == (k - there if partner.shape[1] == k and k > 1 else there == 0)).all()
     limit = oracle_distances(stored.points, anchor[:, 0], k, stored.scale)
@@ -128,25 +132,31 @@ def _right_partners(kind: str, index: Tensor, stored: Stored, buffer, newest: in
     return 1.0 - float((far & ~none).double().mean())
 
 
-def _check_pairs(kind: str, batch: TensorDictBase, stored: Stored) -> None:
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def _check_choice(batch, anchor, stored, buffer) -> None:
+    if (state := buffer.sampler.state_dict())["chosen"]:
+        kept = state["_kept"][: len(stored.rows)]
+        assert kept[batch["index"]].all() or not kept.any()
+
+
+def _check_pairs(batch, anchor, stored, buffer, *, keys=MIX_KEYS, member=False, mean=False) -> None:
     index, weight = batch["index"], batch["mixup_weight"].double()
     pair, finite = stored.rows[index], stored.finite[index].all(1)
     assert ((weight >= 0) & (weight <= 1)).all()
+    assert not mean or ((weight == 0.5) | (weight == 1)).all()
     alone = weight.squeeze(1) == 1
     assert (alone | (index[:, 0] == index[:, 1]))[~finite].all()
-    keys = {"mixreg": MIX_KEYS[:2], "interpolated_rewards": (REWARD,)}.get(kind, MIX_KEYS)
-    if kind == "mixreg":
+    if member:  # of which all that is not mixed is taken
         member = batch["mixup_member"].squeeze(1)
         assert (member[alone] == 0).all()
-        chosen = pair[torch.arange(len(batch)), member]
+        anchor = pair[torch.arange(len(batch)), member]
     else:
-        chosen = pair[:, 0]
         assert alone[pair[ENDED].any(1).squeeze(1)].all()
-    if kind == "interpolated_rewards":
-        assert ((weight == 0.5) | (weight == 1)).all()
     for key in (*MIX_KEYS, *OTHERS):
         if key not in keys:
-            assert_equal(batch[key], chosen[key])
+            assert_equal(batch[key], anchor[key])
             continue
         assert_equal(batch[key][alone], pair[key][alone, 0])
         first, second = pair[key][~alone].double().unbind(1)
@@ -155,23 +165,28 @@ def _check_pairs(kind: str, batch: TensorDictBase, stored: Stored) -> None:
         assert_near(batch[key][~alone], expected, torch.maximum(first.abs(), second.abs()))
 
 
-def _check_neighborhood(kind: str, batch: TensorDictBase, stored: Stored, buffer) -> None:
+def _check_neighborhood(batch, anchor, stored, buffer, *, mixed=MIX_KEYS) -> Tensor:
+    """Returns where the anchor was kept."""
     index, weight = batch["index"], batch["mixup_weight"].double()
     hood = stored.rows[index]
     assert (weight >= 0).all()
     torch.testing.assert_close(weight.sum(1), torch.ones(len(batch)).double(), rtol=0, atol=1e-5)
     alone = (weight[:, 0] == 1) & (weight[:, 1:] == 0).all(1)
     assert alone[hood[ENDED].any(1).squeeze(1) | ~stored.usable[index].all(1)].all()
-    mixed = MIX_KEYS if kind == "neighborhood" else MIX_KEYS[:2]
     for key in MIX_KEYS:
         assert_equal(batch[key][alone], hood[key][alone, 0])
     for key in mixed:
         rows = hood[key][~alone].double()
         expected = (weight[~alone].unsqueeze(-1) * rows).sum(1)
         assert_near(batch[key][~alone], expected, 4 * rows.abs().amax(1))
-    if kind == "gp":
-        for row in (~alone).nonzero().squeeze(1)[:3].tolist():
-            _check_prediction(batch[row], hood[row].double(), stored.scale, buffer)
+    return alone
+
+
+def _check_process(batch, anchor, stored, buffer) -> None:
+    alone = _check_neighborhood(batch, anchor, stored, buffer, mixed=MIX_KEYS[:2])
+    for row in (~alone).nonzero().squeeze(1)[:3].tolist():
+        hood = stored.rows[batch["index"][row]].double()
+        _check_prediction(batch[row], hood, stored.scale, buffer)
 
 
 def _check_prediction(row, hood, scale, buffer) -> None:
@@ -187,8 +202,6 @@ def _check_prediction(row, hood, scale, buffer) -> None:
 
 def _check_state(batch, anchor, stored, buffer) -> None:
     weight, usable = batch["state_weight"].double(), stored.usable[batch["index"]]
-    for key in MIX_KEYS[1:]:
-        assert_equal(batch[key], anchor[key])
     alone = weight.squeeze(1) == 1
     assert_equal(batch["observation"][alone], anchor["observation"][alone])
     first, second = anchor["observation"].double(), anchor[NEXT].double()
@@ -205,13 +218,10 @@ def _check_amplitude(batch, anchor, stored, buffer) -> None:
     assert (one | ((factor >= fold.min_factor) & (factor <= fold.max_factor))).all()
     finite = (torch.cat([anchor["observation"], anchor[NEXT]], 1).abs() <= 1e37).all(1)
     assert one[~finite].all()
-    for key in MIX_KEYS:
-        if key in ("observation", NEXT):
-            expected = anchor[key].double() * factor.double()
-            assert_near(batch[key][finite], expected[finite], expected[finite].abs())
-            assert_equal(batch[key][~finite], anchor[key][~finite])
-        else:
-            assert_equal(batch[key], anchor[key])
+    for key in ("observation", NEXT):
+        expected = anchor[key].double() * factor.double()
+        assert_near(batch[key][finite], expected[finite], expected[finite].abs())
+        assert_equal(batch[key][~finite], anchor[key][~finite])
 
 
 def _check_noise(batch, anchor, stored, buffer) -> None:
@@ -227,3 +237,38 @@ def _check_noise(batch, anchor, stored, buffer) -> None:
     low, high = buffer.transform[0].action_bounds
     action = batch["action"][~still]
     assert ((action >= low) & (action <= high)).all()
+
+
+# -- the definitions -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What the rows of a batch are, and their partners if they have any."""
+
+    rows: Callable[..., object] | None = None
+    partners: Callable[..., float] | None = None
+    keeps: tuple = OTHERS  # entries that are the anchor's
+
+
+STORED = Definition(keeps=(*MIX_KEYS, *OTHERS))
+NEAREST = Definition(_check_pairs, _neighbor)
+DEFINITIONS = {
+    "uniform": STORED,
+    "per": STORED,
+    "mixup": Definition(_check_pairs, _any_row),
+    "1nn": NEAREST,
+    "nmer": NEAREST,
+    "per_nmer": NEAREST,
+    "neighborhood": Definition(_check_neighborhood, _neighbor),
+    "gp": Definition(_check_process, _neighbor),
+    "ct": Definition(_check_pairs, _successor),
+    "tuned_ct": Definition(_check_pairs, _successor),
+    "s4rl": Definition(_check_state, keeps=(*MIX_KEYS[1:], *OTHERS)),
+    "noisy": Definition(_check_noise),
+    "ras": Definition(_check_amplitude, keeps=("action", REWARD, *OTHERS)),
+    "mixreg": Definition(partial(_check_pairs, keys=MIX_KEYS[:2], member=True), _any_row, ()),
+    "interpolated_rewards": Definition(partial(_check_pairs, keys=(REWARD,), mean=True), _neighbor),
+    "ero": Definition(_check_choice, keeps=STORED.keeps),
+}
+NEAR = [kind for kind, each in DEFINITIONS.items() if each.partners is _neighbor]

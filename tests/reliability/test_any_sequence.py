@@ -29,7 +29,7 @@ from soak import soak
 from torchrl.data import LazyMemmapStorage
 
 from nmer_torchrl import make_replay_buffer
-from nmer_torchrl.methods import METHODS
+from nmer_torchrl.methods import METHODS, option_names
 from nmer_torchrl.neighbors import NeighborGraph
 
 pytestmark = [
@@ -91,10 +91,10 @@ class AnySequence(RuleBasedStateMachine):
     def make(self, seed):
         options = {}
         if self.kind in NEAR:
-            k = 1 if self.kind == "1nn" else self.k
-            exact = self.search == "exact graph"
-            options["search"] = NeighborGraph(k, exact=True) if exact else self.search
-            options |= {} if self.kind == "1nn" else {"k": k}
+            has_k = "k" in option_names(METHODS[self.kind])
+            options = {"k": self.k} if has_k else {}
+            exact = NeighborGraph(self.k if has_k else 1, exact=True)
+            options["search"] = exact if self.search == "exact graph" else self.search
         return make_replay_buffer(
             self.kind,
             capacity=self.ring.capacity,
@@ -344,6 +344,6 @@ for _kind in METHODS:
     globals()[f"Test_{_kind}"] = case(_kind, kind=_kind, examples=8 if _kind in NEAR else 5)
 
 # KeOps compiles a formula for each number of neighbours and dimensions: these share one.
-for _kind in NEAR[1:]:
+for _kind in [kind for kind in NEAR if "k" in option_names(METHODS[kind])]:
     _case = case(f"{_kind}_by_keops", kind=_kind, searches=("keops",), k=10, examples=2)
     globals()[f"Test_{_kind}_by_keops"] = pytest.mark.xdist_group("keops")(_case)
