@@ -107,8 +107,8 @@ class Folding(Ending[S]):
         fraction: Share of rows that are mixed. A schedule such as `LinearFraction(...)`, or
             `{"linear": {...}}`, `{"exponential": {...}}`, `{"density": {...}}` with its arguments,
             changes it during training.
-        anchor_keys: Observations besides `keys` that stay the anchor's. Without them a warning
-            names those that are not mixed.
+        anchor_keys: Entries that stay the anchor's without a warning. A warning names the other
+            observations, actions and rewards that are not mixed.
         same_keys: Entries in which rows must agree to be mixed, such as discrete actions (see
             `Same`).
     """
