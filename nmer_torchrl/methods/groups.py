@@ -70,8 +70,8 @@ class Near(Keyed[S]):
 
     Keyword Args:
         search: The neighbour search (see `NeighborPairSampler`).
-        metric: The distance between rows: `"euclidean"`, `"mahalanobis"`, `"product"`, one of them
-            with arguments as in `{"euclidean": {"weights": {"action": 0.5}}}`, or a metric object.
+        metric: The distance between rows: the name of a metric, such as `"mahalanobis"`, a name
+            with arguments, as in `{"euclidean": {"weights": {"action": 0.5}}}`, or a metric object.
         max_distance: Rows whose neighbours are farther away than this stay unmixed.
             `{"quantile": 0.9}` sets the limit from the distances of recent rows. None for no limit.
     """
@@ -107,8 +107,8 @@ class Folding(Ending[S]):
         fraction: Share of rows that are mixed. A schedule such as `LinearFraction(...)`, or
             `{"linear": {...}}`, `{"exponential": {...}}`, `{"density": {...}}` with its arguments,
             changes it during training.
-        anchor_keys: Entries that stay the anchor's without a warning. A warning names the other
-            observations, actions and rewards that are not mixed.
+        anchor_keys: Observations besides `keys` that stay the anchor's. Without them a warning
+            names those that are not mixed.
         same_keys: Entries in which rows must agree to be mixed, such as discrete actions (see
             `Same`).
     """
