@@ -16,7 +16,7 @@ S = TypeVar("S", bound=Sampler)
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC, Generic[S]):
-    """A replay method: who is drawn, and what becomes of it.
+    """Builds the sampler and the transform of a replay buffer: a replay method with its options.
 
     A method is a frozen dataclass. Its fields are its options with their defaults; a field that
     `option` declares is checked. `S` is the type of its sampler, so that type checkers know

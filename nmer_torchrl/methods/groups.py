@@ -70,8 +70,8 @@ class Near(Keyed[S]):
 
     Keyword Args:
         search: The neighbour search (see `NeighborPairSampler`).
-        metric: The distance between rows: `"euclidean"`, `"mahalanobis"`, `"product"`, one of them
-            with arguments as in `{"euclidean": {"weights": {"action": 0.5}}}`, or a metric object.
+        metric: The distance between rows: the name of a metric, such as `"mahalanobis"`, a name
+            with arguments, as in `{"euclidean": {"weights": {"action": 0.5}}}`, or a metric object.
         max_distance: Rows whose neighbours are farther away than this stay unmixed.
             `{"quantile": 0.9}` sets the limit from the distances of recent rows. None for no limit.
     """

@@ -29,7 +29,7 @@ class Mixreg(Keyed[RandomPairSampler]):
 
     Keyword Args:
         alpha: Parameter of the Beta distribution of the weights.
-        anchor_keys: Observations besides `keys` that stay unmixed without a warning.
+        anchor_keys: Entries besides `keys` that stay unmixed without a warning.
 
     Examples:
         >>> from nmer_torchrl import make_replay_buffer

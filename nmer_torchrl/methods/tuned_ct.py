@@ -29,7 +29,7 @@ class TunedCT(Ending[TemporalPairSampler]):
 
     Keyword Args:
         first_alpha: Where alpha starts.
-        anchor_keys: Observations besides `keys` that stay the anchor's.
+        anchor_keys: Entries besides `keys` that stay the anchor's.
 
     Examples:
         >>> from nmer_torchrl import make_replay_buffer

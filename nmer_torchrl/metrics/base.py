@@ -90,8 +90,10 @@ class Metric(ABC):
     """
 
     feature: Callable[[TensorDictBase], Tensor] | None = None  # rows to points, if not their keys
-    by_key: bool = False  # tells entries apart by their keys, so that it cannot measure features
-    embeds: bool = True  # distances are Euclidean in some space, to which `View.embed` maps points
+    # True if the metric depends on keys. Such a metric cannot be used in `FeatureSpace`.
+    by_key: bool = False
+    # True if `View.embed` maps points to a space in which the metric is the Euclidean distance.
+    embeds: bool = True
 
     @abstractmethod
     def check(self, search: SearchName | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:

@@ -72,7 +72,7 @@ class Search(ABC):
     """
 
     products: bool = False  # a scale may be [g, d]: nearest is then by the product of g norms
-    exact: bool = True  # answers are those of the very scale of the query
+    exact: bool = True  # True if `query` returns the exact neighbours under the given scale
     fills: bool = False  # each row of an answer has k entries wherever there are k others
     table: PointTable | None = None  # holds the points as written, on their device, if it does
 

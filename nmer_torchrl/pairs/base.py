@@ -22,6 +22,12 @@ class Pairing(SampleUnit):
     any the first `sample()` raises. An anchor without a partner is paired with itself.
 
     A subclass implements `synchronize`, which reads the rows that have changed, and `partners`.
+    One that remembers more than follows from the stored rows also extends `clear`, `state_dict` and
+    `load_state_dict`, and `mark_update` if it needs the order of writes.
+
+    As `sample_unit=`, a pairing is told of writes from its first draw on. It reads the rows written
+    before, but does not know in which order they were written. If the order matters, pass
+    `sampler=PairSampler(unit)` instead, which is told of every write.
 
     Args:
         rows: What the pairing reads of the storage.

@@ -64,8 +64,8 @@ class NearPairing(Pairing):
     def embed(self, batch: TensorDictBase) -> Tensor:
         """Returns points `[*B, f]` of rows `[*B]` whose Euclidean distance is the metric's.
 
-        By the statistics of the last draw, float64. Rows need not be stored ones; there are no such
-        points for `ProductNorm`.
+        By the statistics of the last draw, float64. Rows need not be stored ones. Raises for
+        metrics whose `embeds` is false.
         """
         return self.neighborhood.embed(batch)
 
@@ -130,8 +130,8 @@ class NeighborPairs(NearPairing):
         keys: Entries in which distances are measured; they may be nested and of any shape.
         value_keys: Entries that must be finite, too, for a row to be a partner: what the transform
             mixes beyond `keys`.
-        metric: How far apart rows are: `Euclidean()`, the default, `Mahalanobis()`,
-            `ProductNorm()`, or either of the first two in a `FeatureSpace`.
+        metric: How far apart rows are: any `Metric`, such as `Mahalanobis()`. `None` uses
+            `Euclidean()`.
         max_distance: Greatest distance of a partner under the metric, or a `QuantileCap`. An anchor
             whose partner is farther away is paired with itself. `None` for no limit.
         generator: Source of all randomness; `None` uses torch's global one.

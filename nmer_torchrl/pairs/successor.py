@@ -37,6 +37,11 @@ class SuccessorPairs(Pairing):
     and where several start from it, the first is the successor. Rows of n-step returns are followed
     by those that start n steps later.
 
+    As `sample_unit=`, it is told of writes from its first draw on. If a full storage has begun to
+    overwrite its oldest rows before that, rows at the last positions whose successors are at the
+    first ones are paired with themselves until the next write. `sampler=TemporalPairSampler()`, or
+    `PairSampler` of this unit, is told of every write.
+
     Keyword Args:
         keys: Observations and actions. Those whose `("next", key)` is among `value_keys` are the
             observations by which successors are found.

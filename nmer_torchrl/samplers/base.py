@@ -152,8 +152,8 @@ class NeighborQueries:
     def embed(self, batch: TensorDictBase) -> Tensor:
         """Returns points `[*B, f]` of rows `[*B]` whose Euclidean distance is the metric's.
 
-        By the statistics of the last draw, float64. Rows need not be stored ones; there are no such
-        points for `ProductNorm`.
+        By the statistics of the last draw, float64. Rows need not be stored ones. Raises for
+        metrics whose `embeds` is false.
         """
         return self.unit.embed(batch)
 

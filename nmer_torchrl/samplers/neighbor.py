@@ -24,8 +24,8 @@ class NeighborPairSampler(NearSampler):
         keys: Entries in which distances are measured; they may be nested and of any shape.
         value_keys: Entries that must be finite, too, for a row to be a partner: what the transform
             mixes beyond `keys`.
-        metric: How far apart rows are: `Euclidean()`, the default, `Mahalanobis()`,
-            `ProductNorm()`, or either of the first two in a `FeatureSpace`.
+        metric: How far apart rows are: any `Metric`, such as `Mahalanobis()`. `None` uses
+            `Euclidean()`.
         max_distance: Greatest distance of a partner under the metric, or a `QuantileCap`. An anchor
             whose partner is farther away is paired with itself. `None` for no limit.
 

@@ -31,16 +31,17 @@ from nmer_torchrl.transforms.schema import RowSchema
 class Fold(Transform, ABC):
     """Folds an anchor and its partners, `[*B, 1 + m]`, to one row, `[*B]`.
 
-    A subclass implements `fold`, in which `mix_pairs` or `mix_groups` do most of the work. Where a
-    row is terminal, or a gate says so, the anchor is kept as it is. Entries that are not mixed are
-    the anchor's. Rows are checked before anything of them is stored.
+    A subclass implements `fold`. It calls `mix_pairs` with the weights of pairs, or `mix_groups`
+    with the mixed entries of larger groups; set `width = None` to accept those. Both keep the
+    anchor as it is where a row is terminal or a gate does not let it be mixed. Entries that are not
+    mixed are the anchor's. Rows are checked before anything of them is stored.
 
     Keyword Args:
         generator: Source of all randomness; `None` uses torch's global one.
         mix_keys: Entries to mix.
         terminated_key: The flag that keeps an anchor as it is; `None` for no such rule.
         gates: What else keeps anchors as they are.
-        anchor_keys: Observations that stay the anchor's without a warning.
+        anchor_keys: Entries that stay the anchor's without a warning.
 
     Examples:
         >>> import torch
@@ -118,8 +119,8 @@ class Fold(Transform, ABC):
     def mix_pairs(self, rows: TensorDictBase, weight: Tensor) -> TensorDictBase:
         """Folds pairs `[*B, 2]` by `w * anchor + (1 - w) * partner`.
 
-        The weights `[*B]`, changed to 1 where the anchor is kept, are written to `"mixup_weight"`,
-        `[*B, 1]`. That is also where a mix is not finite.
+        The weights `[*B]` are written to `"mixup_weight"`, `[*B, 1]`. The weight is 1 where the
+        anchor is kept or the mix is not finite.
         """
         dims = rows.ndim - 1
         weight = weight.masked_fill_(self.kept(rows), 1.0).unsqueeze(-1)
@@ -135,8 +136,8 @@ class Fold(Transform, ABC):
     ) -> TensorDictBase:
         """Folds groups `[*B, 1 + m]` to the given mix where it is usable, finite and not kept.
 
-        The weights `[*B, 1 + m]`, changed to 1 and 0 where the anchor is kept, are written to
-        `"mixup_weight"`.
+        The weights `[*B, 1 + m]`, the anchor's first, are written to `"mixup_weight"`. Where the
+        given mix is not used, the anchor's weight is 1 and the others are 0.
         """
         dims = rows.ndim - 1
         usable = usable & ~self.kept(rows)

@@ -58,7 +58,7 @@ class GaussianProcessMixup(Fold):
         terminated_key: The flag that keeps a neighbourhood unmixed.
         generator: Source of the weights; `None` uses torch's global one.
         gates: What else keeps neighbourhoods unmixed.
-        anchor_keys: Observations that stay the anchor's without a warning.
+        anchor_keys: Entries that stay the anchor's without a warning.
 
     Examples:
         >>> from nmer_torchrl.samplers import NeighborhoodSampler

@@ -22,7 +22,7 @@ class MeanMixup(Fold):
         mix_keys: Entries to mix.
         terminated_key: The flag that keeps a pair unmixed; `None` for no such rule.
         gates: What else keeps pairs unmixed.
-        anchor_keys: Observations that stay the anchor's without a warning.
+        anchor_keys: Entries that stay the anchor's without a warning.
 
     Examples:
         >>> import torch

@@ -44,7 +44,7 @@ class MixReg(Fold):
     Keyword Args:
         generator: Source of weights and members; `None` uses torch's global one.
         mix_keys: The inputs.
-        anchor_keys: Observations that stay unmixed without a warning.
+        anchor_keys: Entries that stay unmixed without a warning.
 
     Examples:
         >>> import torch

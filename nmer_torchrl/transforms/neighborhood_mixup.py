@@ -37,7 +37,7 @@ class NeighborhoodMixup(Fold):
         mix_keys: Entries to mix.
         terminated_key: The flag that keeps a neighbourhood unmixed.
         gates: What else keeps neighbourhoods unmixed.
-        anchor_keys: Observations that stay the anchor's without a warning.
+        anchor_keys: Entries that stay the anchor's without a warning.
 
     Examples:
         >>> import torch

@@ -39,7 +39,7 @@ class PairMixup(Fold):
         terminated_key: The flag that keeps a pair unmixed. A time limit is not a terminal state, so
             this is not `done`.
         gates: What else keeps pairs unmixed, such as `Fraction(0.5)`.
-        anchor_keys: Observations that stay the anchor's without a warning.
+        anchor_keys: Entries that stay the anchor's without a warning.
 
     Examples:
         >>> import torch

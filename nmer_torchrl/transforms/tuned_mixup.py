@@ -45,7 +45,7 @@ class TunedMixup(Fold):
         value_keys: Entries that are predicted.
         terminated_key: As in `PairMixup`.
         generator: Source of the weights, and of the seed of the discriminator.
-        anchor_keys: Observations that stay the anchor's without a warning.
+        anchor_keys: Entries that stay the anchor's without a warning.
 
     Examples:
         >>> import torch
