@@ -184,6 +184,7 @@ def test_words_on_rivals():
         by_seed(part, "HalfCheetah", "score", "ct") for part in ("pairings", "rivals")
     )
     says(f"NMER scores {first:.0f} more in one and {-second:.0f} less in the other")
+    says(f"it scores {first:.0f} more in one seed and {-second:.0f} less in another", "README.md")
     methods = ("uniform", "nmer", "ct", "1nn", "mixup")
     runs = {method: series("rivals", "HalfCheetah", method) for method in methods}
     assert {method: len(tables) for method, tables in runs.items()} == {
