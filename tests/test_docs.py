@@ -244,7 +244,8 @@ def test_the_recipes_page_has_every_setting():
     for group in groups:
         for choice in choices(group):
             real |= {f"{group}.{key}" for key in settings._settings(group, choice)}
-    assert sorted(first_column(ROOT / "docs" / "recipes.md", "key")) == sorted(real)
+    listed = first_column(ROOT / "docs" / "recipes.md", "key")
+    assert sorted(listed) == sorted(real), "docs/recipes.md has a row for each setting"
 
 
 def test_the_manifold_page_has_every_setting():

@@ -200,7 +200,7 @@ def test_the_package_checks_every_number_of_replay(option):
 def test_every_number_of_a_method_is_checked():
     options = {name: value for kind in METHODS for name, value in settings_of(kind).items()}
     numeric = {name for name, value in options.items() if is_numeric(value)} - {"action_bounds"}
-    assert numeric | {"max_distance"} == GOOD.keys()
+    assert numeric | {"max_distance"} == GOOD.keys(), "GOOD lists values of each option"
 
 
 # -- names -------------------------------------------------------------------------------------
