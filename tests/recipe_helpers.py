@@ -25,6 +25,7 @@ from tensordict import TensorDict
 from common import checkpoint, config  # isort: skip
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+ALGORITHMS = ("sac", "td3")  # recipes that train; a new one is added here
 TINY = [
     "env=InvertedPendulum",
     "total_frames=48",

@@ -17,6 +17,7 @@ from common.errors import UsageError  # isort: skip
 
 from nmer_torchrl import Method, make_replay_buffer, methods
 from nmer_torchrl.methods import GP, METHODS, NMER, PER, RAS, Mixup, Noisy, option_names
+from nmer_torchrl.methods.groups import Keyed, Near
 from nmer_torchrl.transforms import LinearFraction
 
 pytestmark = pytest.mark.usefixtures("only_recipe_configs")
@@ -106,7 +107,9 @@ def test_an_unknown_option_is_refused_with_the_nearest_and_the_list():
 
 @pytest.mark.parametrize("bad", ["nmr", int, None, 3])
 def test_what_is_no_method_is_refused(bad):
-    with pytest.raises(ValueError, match=r"Unknown method .*uniform, per, .* give a Method object"):
+    with pytest.raises(
+        ValueError, match=f"Unknown method .*{', '.join(METHODS)}.* give a Method object"
+    ):
         make(bad)
 
 
@@ -125,6 +128,16 @@ def test_nothing_concrete_is_subclassed():
 def test_every_method_is_public(name):
     kind = METHODS[name].__name__
     assert kind in methods.__all__, f"add {kind} to __all__ of nmer_torchrl/methods/__init__.py"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_the_options_that_its_parts_take(name):
+    method = METHODS[name]
+    sampler = method().make_sampler(9)
+    reads = hasattr(sampler, "draws") or method().make_transform(sampler) is not None
+    for needed, group in ((reads, Keyed), (hasattr(sampler, "neighbors"), Near)):
+        told = f"derive {method.__name__} from {group.__name__} in nmer_torchrl/methods/groups.py"
+        assert issubclass(method, group) or not needed, told
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import make_transitions
 from pretend_cuda import Pretended, pretend_cuda
-from recipe_helpers import make_config, train, train_and_kill
+from recipe_helpers import ALGORITHMS, make_config, train, train_and_kill
 
 from nmer_torchrl import make_replay_buffer
 from nmer_torchrl.neighbors import DeviceSearch, NeighborGraph, TorchSearch
@@ -71,7 +71,7 @@ def test_a_run_with_rows_in_host_memory_learns_what_it_learns_on_the_cpu(tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:torch.cuda.is_current_stream_capturing")
-@pytest.mark.parametrize("recipe", ["td3", "sac"])
+@pytest.mark.parametrize("recipe", ALGORITHMS)
 def test_a_frame_waits_for_its_action_alone(tmp_path, recipe, monkeypatch):
     frames, count = [], Run.count
     with pretending() as waits:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from recipe_helpers import make_config, train
+from recipe_helpers import ALGORITHMS, make_config, train
 
 import play  # isort: skip
 from common import policy as policies, video  # isort: skip
@@ -19,7 +19,7 @@ from common.policy import load_policy  # isort: skip
 FIRST = 10_000  # seed of the first episode of every evaluation
 
 
-@pytest.fixture(scope="module", params=["td3", "sac"])
+@pytest.fixture(scope="module", params=ALGORITHMS)
 def run(request, tmp_path_factory):
     """A complete run and its rows of metrics."""
     directory = tmp_path_factory.mktemp("play") / request.param

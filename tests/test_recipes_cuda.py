@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from recipe_helpers import train, train_and_kill
+from recipe_helpers import ALGORITHMS, train, train_and_kill
 
 import counts  # isort: skip
 
@@ -25,7 +25,7 @@ def waits(method: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("recipe", ["sac", "td3"])
+@pytest.mark.parametrize("recipe", ALGORITHMS)
 def test_every_method_trains_on_cuda_and_waits_as_seldom_as_can_be(recipe, method, cuda, tmp_path):
     few = ["total_frames=24", "random_frames=20", "eval_every=24"]
     with nullcontext() if cuda is None else counts.watch_frames(cuda) as frames:
@@ -39,7 +39,7 @@ def test_every_method_trains_on_cuda_and_waits_as_seldom_as_can_be(recipe, metho
     assert len(rows) == 1
 
 
-@pytest.mark.parametrize("recipe", ["sac", "td3"])
+@pytest.mark.parametrize("recipe", ALGORITHMS)
 def test_a_run_on_cuda_is_killed_and_goes_on_as_if_nothing_had_happened(recipe, cuda, tmp_path):
     whole = train(recipe, tmp_path / "whole", "device=cuda:0")
     train_and_kill(recipe, tmp_path / "killed", "device=cuda:0")
@@ -47,7 +47,7 @@ def test_a_run_on_cuda_is_killed_and_goes_on_as_if_nothing_had_happened(recipe, 
 
 
 @pytest.mark.parametrize(("first", "then"), [("cuda:0", "cpu"), ("cpu", "cuda:0")])
-@pytest.mark.parametrize("recipe", ["sac", "td3"])
+@pytest.mark.parametrize("recipe", ALGORITHMS)
 def test_a_run_goes_on_on_the_other_device(recipe, first, then, cuda, tmp_path):
     train_and_kill(recipe, tmp_path / "run", f"device={first}")
     rows = train(recipe, tmp_path / "run", f"device={then}", "resume=auto")
@@ -56,7 +56,7 @@ def test_a_run_goes_on_on_the_other_device(recipe, first, then, cuda, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a real device has numbers of its own")
 @pytest.mark.parametrize("method", ["uniform", "nmer"])
-@pytest.mark.parametrize("recipe", ["sac", "td3"])
+@pytest.mark.parametrize("recipe", ALGORITHMS)
 def test_the_curve_on_the_pretended_device_is_that_of_the_cpu(recipe, method, cuda, tmp_path):
     task = [f"replay={method}", "total_frames=64", "eval_every=8"]
     task += ["replay.search=torch"] if method == "nmer" else []

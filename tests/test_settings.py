@@ -7,7 +7,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
-from recipe_helpers import RECIPES, make_config, run
+from recipe_helpers import ALGORITHMS, RECIPES, make_config, run
 
 from common import config, settings  # isort: skip
 from common.directories import flatten  # isort: skip
@@ -112,7 +112,7 @@ def test_every_default_is_allowed():
     for name, values in read_all().items():
         for value in values:
             assert str(value).startswith("${") or is_allowed(name, value), (name, value)
-    for recipe in ("sac", "td3"):
+    for recipe in ALGORITHMS:
         config.check(make_config(recipe, "collector=ray"))
 
 
@@ -200,7 +200,7 @@ def test_the_package_checks_every_number_of_replay(option):
 def test_every_number_of_a_method_is_checked():
     options = {name: value for kind in METHODS for name, value in settings_of(kind).items()}
     numeric = {name for name, value in options.items() if is_numeric(value)} - {"action_bounds"}
-    assert numeric | {"max_distance"} == GOOD.keys()
+    assert numeric | {"max_distance"} == GOOD.keys(), "GOOD lists values of each option"
 
 
 # -- names -------------------------------------------------------------------------------------

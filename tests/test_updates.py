@@ -9,7 +9,7 @@ import torch
 import torch._inductor.config
 import torchrl.objectives
 from pretend_cuda import pretend_cuda
-from recipe_helpers import make_batch, make_config
+from recipe_helpers import ALGORITHMS, make_batch, make_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -19,7 +19,6 @@ from common.compiling import Captured  # isort: skip
 
 CPU = torch.device("cpu")
 ROWS, OBSERVATIONS, ACTIONS = 16, 4, 2
-ALGORITHMS = ("td3", "sac")
 
 
 def make_agent(algorithm, *overrides, device=CPU):
