@@ -60,11 +60,12 @@ def told_of_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        tqdm.write(
-            f"{path} cannot be written ({error.strerror}) and stays as it was. "
-            "The run goes on, and tries again the next time.",
-            file=sys.stderr,
-        )
+        with suppress(OSError):  # the messages may go to a file on the same disk
+            tqdm.write(
+                f"{path} cannot be written ({error.strerror}) and stays as it was. "
+                "The run goes on, and tries again the next time.",
+                file=sys.stderr,
+            )
 
 
 @contextmanager

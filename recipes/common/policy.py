@@ -36,9 +36,9 @@ def save_policy(run: Run, actor: TensorDictModuleBase, env: gymnasium.Env) -> No
         "return": run.rows[-1]["eval/return"],
     }
     best = state["return"] >= max(row["eval/return"] for row in run.rows)
-    for which in WHICH if best else WHICH[1:]:
-        path = policy_file(run.directory, which)
-        with told_of_errors(path):
+    paths = [policy_file(run.directory, which) for which in (WHICH if best else WHICH[1:])]
+    with told_of_errors(paths[0]):
+        for path in paths:
             write_state(path, state)
 
 
