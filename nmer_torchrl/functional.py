@@ -125,6 +125,8 @@ def all_finite(tensor: Tensor, batch_dims: int) -> Tensor:
         tensor([ True, False])
     """
     sizes = tensor.abs()
+    if not sizes.numel():  # `amax` refuses it
+        return torch.ones(tensor.shape[:batch_dims], dtype=torch.bool, device=tensor.device)
     if tensor.ndim > batch_dims:
         sizes = sizes.flatten(batch_dims).amax(-1)  # NaN if any of them is
     return sizes <= _LARGEST

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from nmer_torchrl.functional import (
+    all_finite,
     choose_neighbor,
     choose_other,
     combine,
@@ -129,3 +130,10 @@ def test_weights_are_of_the_dirichlet_distribution(alpha):
 def test_one_neighbor_is_a_pair():
     weight = sample_dirichlet(0.75, (5_000, 2), generator=torch.Generator().manual_seed(0))
     assert stats.kstest(weight[:, 0].numpy(), stats.beta(0.75, 0.75).cdf).pvalue > TINY
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0, 2), (3, 2, 0), (0,)])
+def test_what_has_no_numbers_is_finite(shape):
+    found = all_finite(torch.zeros(shape), 1)
+    assert (found.shape, found.dtype) == (torch.Size(shape[:1]), torch.bool)
+    assert found.all()
