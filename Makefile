@@ -45,7 +45,7 @@ lint: $(INSTALLED)
 # Installs once, and again only when what is to be installed has changed.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[tests]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[tests]"
 	touch $@
 
 clean:

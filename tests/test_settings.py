@@ -182,8 +182,10 @@ BAD = {
 
 @pytest.mark.parametrize("option", GOOD)
 def test_the_package_checks_every_number_of_replay(option):
+    kind = next(kind for kind in ("nmer", *METHODS) if option in option_names(METHODS[kind]))
+    replay = make_config("sac", f"replay={kind}").replay
+
     def accepts(value) -> bool:
-        replay = make_config("sac", f"replay={kind}").replay
         replay[option] = value
         try:
             make_method(replay)
@@ -191,7 +193,6 @@ def test_the_package_checks_every_number_of_replay(option):
             return False
         return True
 
-    kind = next(kind for kind in ("nmer", *METHODS) if option in option_names(METHODS[kind]))
     assert [value for value in GOOD[option] if not accepts(value)] == []
     bad = [*BAD.get(option, POSITIVE[1]), *NEVER]
     assert [value for value in bad if accepts(value)] == []
