@@ -17,10 +17,10 @@ import torch
 from benchmarks.error_figure import draw_figure, summarize, write_summary
 from benchmarks.experience import collect
 from benchmarks.measure import write_table
-from common.config import run_recipe
-from common.errors import UsageError
-from common.methods import find_method, make_method
-from common.settings import check_values
+from nmer_recipes.config import run_recipe
+from nmer_recipes.errors import UsageError
+from nmer_recipes.methods import find_method, make_method
+from nmer_recipes.settings import check_values
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import gymnasium
 import numpy as np
-from common.envs import make_env
-from common.errors import UsageError
-from common.policy import WHICH, Policy, export_policy, load_policy
-from common.video import make_filmed, write_frames
+from nmer_recipes.envs import make_env
+from nmer_recipes.errors import UsageError
+from nmer_recipes.policy import WHICH, Policy, export_policy, load_policy
+from nmer_recipes.video import make_filmed, write_frames
 from tqdm import tqdm
 
 

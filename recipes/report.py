@@ -12,12 +12,12 @@ import logging
 import sys
 from pathlib import Path
 
-from common.errors import UsageError
-from reporting.cells import make_cells
-from reporting.document import write_report
-from reporting.estimates import REPS
-from reporting.online import fetch_runs
-from reporting.read import find_runs
+from nmer_recipes.errors import UsageError
+from nmer_recipes.reporting.cells import make_cells
+from nmer_recipes.reporting.document import write_report
+from nmer_recipes.reporting.estimates import REPS
+from nmer_recipes.reporting.online import fetch_runs
+from nmer_recipes.reporting.read import find_runs
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

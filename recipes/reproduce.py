@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common import paper
+from nmer_recipes import paper
 
 FRAMES, SEEDS, SECONDS = paper.FRAMES, paper.SEEDS, 60.0
 EVALUATIONS, EPISODES, LIMIT = 100, 5, 1_000  # of a run, of an evaluation, steps of an episode
@@ -123,8 +123,8 @@ class Costs:
 
 def measure(cell: Setting, seconds: float) -> Costs:
     """Runs a cell for about so many seconds, at its settings, and stops it."""
-    from common.config import register_resolvers
     from hydra import compose, initialize_config_dir
+    from nmer_recipes.config import register_resolvers
     from omegaconf import OmegaConf
 
     ratio = cell.updates / FRAMES

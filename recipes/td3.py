@@ -12,21 +12,21 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from common.blocks import Batch, as_block
-from common.checkpoint import Checkpoint
-from common.collect import make_collector
-from common.compiling import Results, over_blocks
-from common.config import run_recipe
-from common.envs import make_env
-from common.evaluate import Evaluator
-from common.memory import check_memory
-from common.networks import Functional, Weights, find_weights
-from common.optim import Adam, Moments, clip, decay, differentiate, move_targets
-from common.policy import save_policy
-from common.replay import describe, draw, make_buffer, store
-from common.runs import Run
-from common.seeding import seeds
-from common.video import check_video, write_video
+from nmer_recipes.blocks import Batch, as_block
+from nmer_recipes.checkpoint import Checkpoint
+from nmer_recipes.collect import make_collector
+from nmer_recipes.compiling import Results, over_blocks
+from nmer_recipes.config import run_recipe
+from nmer_recipes.envs import make_env
+from nmer_recipes.evaluate import Evaluator
+from nmer_recipes.memory import check_memory
+from nmer_recipes.networks import Functional, Weights, find_weights
+from nmer_recipes.optim import Adam, Moments, clip, decay, differentiate, move_targets
+from nmer_recipes.policy import save_policy
+from nmer_recipes.replay import describe, draw, make_buffer, store
+from nmer_recipes.runs import Run
+from nmer_recipes.seeding import seeds
+from nmer_recipes.video import check_video, write_video
 from omegaconf import DictConfig
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn

@@ -22,7 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 
-from common import checkpoint, config  # isort: skip
+from nmer_recipes import checkpoint, config  # isort: skip
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 ALGORITHMS = ("sac", "td3")  # recipes that train; a new one is added here

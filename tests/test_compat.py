@@ -197,10 +197,10 @@ RECIPES = {
     "benchmarks/plain.py": {"_foreach_lerp_"},  # torch's
     "benchmarks/search.py": {"_lists"},  # ours
     "benchmarks/soak.py": {"_lists", "_scaled"},  # ours
-    "common/checkpoint.py": {"_rng"},  # of TorchRL's samplers, whose state names a device
-    "common/compiling.py": {"_dynamo"},  # torch's, a setting of the compiler
-    "common/envs.py": {"_elapsed_steps"},  # Gymnasium's
-    "common/optim.py": {  # torch's
+    "nmer_recipes/checkpoint.py": {"_rng"},  # of TorchRL's samplers, whose state names a device
+    "nmer_recipes/compiling.py": {"_dynamo"},  # torch's, a setting of the compiler
+    "nmer_recipes/envs.py": {"_elapsed_steps"},  # Gymnasium's
+    "nmer_recipes/optim.py": {  # torch's
         "_foreach_add",
         "_foreach_addcmul",
         "_foreach_div",

@@ -25,8 +25,8 @@ from recipe_helpers import ALGORITHMS, RECIPES, expand, make_config, train
 
 import nmer_torchrl
 
-from common import settings  # isort: skip
-from common.runs import COLUMNS  # isort: skip
+from nmer_recipes import settings  # isort: skip
+from nmer_recipes.runs import COLUMNS  # isort: skip
 
 pytestmark = pytest.mark.usefixtures("only_recipe_configs")
 

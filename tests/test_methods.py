@@ -12,8 +12,8 @@ from helpers import make_transitions
 from page_helpers import ROOT, blocks
 from recipe_helpers import RECIPES, metrics, run
 
-from common import methods as recipe_methods  # isort: skip
-from common.errors import UsageError  # isort: skip
+from nmer_recipes import methods as recipe_methods  # isort: skip
+from nmer_recipes.errors import UsageError  # isort: skip
 
 from nmer_torchrl import Method, make_replay_buffer, methods
 from nmer_torchrl.methods import GP, METHODS, NMER, PER, RAS, Mixup, Noisy, option_names

@@ -8,7 +8,7 @@ from recipe_helpers import make_config, start
 from tensordict import TensorDict
 
 import on_manifold  # isort: skip
-from common.errors import UsageError  # isort: skip
+from nmer_recipes.errors import UsageError  # isort: skip
 from benchmarks.experience import TrainingRun, collect  # isort: skip
 
 pytestmark = pytest.mark.xdist_group("recipes_manifold")

@@ -14,9 +14,9 @@ from recipe_helpers import ALGORITHMS, make_config, train, train_and_kill
 from nmer_torchrl import make_replay_buffer
 from nmer_torchrl.neighbors import DeviceSearch, NeighborGraph, TorchSearch
 
-from common import checkpoint, config, directories, memory, replay  # isort: skip
-from common.errors import UsageError  # isort: skip
-from common.runs import Run  # isort: skip
+from nmer_recipes import checkpoint, config, directories, memory, replay  # isort: skip
+from nmer_recipes.errors import UsageError  # isort: skip
+from nmer_recipes.runs import Run  # isort: skip
 
 
 @contextlib.contextmanager

@@ -11,10 +11,10 @@ from omegaconf import OmegaConf
 from recipe_helpers import ALGORITHMS, make_config, train
 
 import play  # isort: skip
-from common import policy as policies, video  # isort: skip
-from common.envs import make_env  # isort: skip
-from common.errors import UsageError  # isort: skip
-from common.policy import load_policy  # isort: skip
+from nmer_recipes import policy as policies, video  # isort: skip
+from nmer_recipes.envs import make_env  # isort: skip
+from nmer_recipes.errors import UsageError  # isort: skip
+from nmer_recipes.policy import load_policy  # isort: skip
 
 FIRST = 10_000  # seed of the first episode of every evaluation
 

@@ -14,11 +14,11 @@ from recipe_helpers import make_config
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 
-from common import config, remote  # isort: skip
-from common.collect import FrameCollector, make_collector  # isort: skip
-from common.envs import make_env  # isort: skip
-from common.runs import Run  # isort: skip
-from common.seeding import Stream, seeds  # isort: skip
+from nmer_recipes import config, remote  # isort: skip
+from nmer_recipes.collect import FrameCollector, make_collector  # isort: skip
+from nmer_recipes.envs import make_env  # isort: skip
+from nmer_recipes.runs import Run  # isort: skip
+from nmer_recipes.seeding import Stream, seeds  # isort: skip
 from nmer_torchrl import make_replay_buffer
 
 needs_ray = pytest.mark.skipif(remote.ray is None, reason="Ray is not installed")
@@ -194,7 +194,7 @@ def test_workers_act_at_random_and_then_by_the_learners_weights(cluster):
         assert distance(first).median() > 0.1
         assert first["action"].abs().max() <= 1
         (worker,) = collector._workers.remote_collectors
-        look = worker.__ray_call__.remote(lambda _: "common" in sys.modules)
+        look = worker.__ray_call__.remote(lambda _: "nmer_recipes" in sys.modules)
         assert not remote.ray.get(look)  # so that other machines need no recipes
         assert distance(take(collector, 16)).max() < 1e-5
         take(collector, 1)

@@ -13,9 +13,9 @@ from hydra._internal.utils import get_args_parser
 from hydra.errors import MissingConfigException
 from recipe_helpers import ALGORITHMS, RECIPES, make_config, train
 
-from common import checkpoint, collect, compiling, config, envs, evaluate, seeding  # isort: skip
-from common.replay import describe, draw, make_buffer  # isort: skip
-from common.runs import Clock, Run  # isort: skip
+from nmer_recipes import checkpoint, collect, compiling, config, envs, evaluate, seeding  # isort: skip
+from nmer_recipes.replay import describe, draw, make_buffer  # isort: skip
+from nmer_recipes.runs import Clock, Run  # isort: skip
 
 from nmer_torchrl import Mahalanobis, make_replay_buffer
 from nmer_torchrl.methods import METHODS as METHOD_CLASSES
@@ -27,7 +27,7 @@ TASKS = sorted({path.stem for path in (RECIPES / "conf" / "env").glob("*.yaml")}
 
 
 def best_rows():
-    with (RECIPES / "common" / "paper.csv").open() as file:
+    with (RECIPES / "nmer_recipes" / "paper.csv").open() as file:
         return [row for row in csv.DictReader(file) if row["best"] == "1"]
 
 

@@ -24,8 +24,8 @@ from recipe_helpers import (
     without_times,
 )
 
-from common import config  # isort: skip
-from common.runs import Run  # isort: skip
+from nmer_recipes import config  # isort: skip
+from nmer_recipes.runs import Run  # isort: skip
 
 
 def wait_for(condition, process: subprocess.Popen) -> None:

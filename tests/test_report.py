@@ -23,9 +23,9 @@ from recipe_helpers import RECIPES, make_config
 from rliable import library, metrics
 
 import report  # isort: skip
-from common import paper  # isort: skip
-from common.runs import Run  # isort: skip
-from reporting import cells, estimates, figures, notices, read, tables, text  # isort: skip
+from nmer_recipes import paper  # isort: skip
+from nmer_recipes.runs import Run  # isort: skip
+from nmer_recipes.reporting import cells, estimates, figures, notices, read, tables, text  # isort: skip
 
 REPS = ["--reps", "20"]
 
@@ -199,7 +199,7 @@ def test_normalized_scores_span_the_unit_interval_whatever_the_scale(values, sca
 
 
 def results():
-    with (RECIPES / "common" / "results.csv").open() as file:
+    with (RECIPES / "nmer_recipes" / "results.csv").open() as file:
         return list(csv.DictReader(file))
 
 

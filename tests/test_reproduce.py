@@ -28,7 +28,7 @@ def test_there_is_a_command_for_every_table():
     assert set(TABLES) == {"main", "additional", "sunrise"} | ablations
     sizes = {name: len(cells) for name, cells in TABLES.items()}
     assert (sizes["main"], sizes["additional"], sizes["sunrise"]) == (44, 25, 4)
-    with (RECIPES / "common" / "paper.csv").open() as file:
+    with (RECIPES / "nmer_recipes" / "paper.csv").open() as file:
         assert sum(sizes[name] for name in ablations) == len(list(csv.DictReader(file)))
 
 
@@ -48,7 +48,7 @@ def test_the_commands_make_each_cell_once_with_each_seed(name):
 
 
 def test_rows_of_an_ablation_compose_to_what_they_say():
-    with (RECIPES / "common" / "paper.csv").open() as file:
+    with (RECIPES / "nmer_recipes" / "paper.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["algorithm"] == "SAC"]
     rows = [row for row in rows if row["env"] in ("Hopper", "Walker2d")]
     cells = TABLES["sac-Hopper"] + TABLES["sac-Walker2d"]

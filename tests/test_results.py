@@ -201,7 +201,7 @@ def test_words_on_rivals():
 
 
 def test_words_on_the_paper():
-    rows = pd.read_csv(ROOT / "recipes" / "common" / "results.csv")
+    rows = pd.read_csv(ROOT / "recipes" / "nmer_recipes" / "results.csv")
     means = rows[(rows.algorithm == "TD3") & (rows.table == "main")].set_index(["env", "replay"])
     behind = {
         env: 100 * (1 - means["mean"][env, "U"] / means["mean"][env, "NMER"])

@@ -9,10 +9,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from recipe_helpers import ALGORITHMS, RECIPES, make_config, run
 
-from common import config, settings  # isort: skip
-from common.directories import flatten  # isort: skip
-from common.errors import UsageError  # isort: skip
-from common.methods import make_method, settings_of  # isort: skip
+from nmer_recipes import config, settings  # isort: skip
+from nmer_recipes.directories import flatten  # isort: skip
+from nmer_recipes.errors import UsageError  # isort: skip
+from nmer_recipes.methods import make_method, settings_of  # isort: skip
 
 from nmer_torchrl.methods import METHODS, option_names
 

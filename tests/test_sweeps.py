@@ -7,8 +7,8 @@ import pytest
 from omegaconf import OmegaConf
 from recipe_helpers import make_config, metrics, run, start
 
-from common import config  # isort: skip
-from common.directories import place_in_sweep  # isort: skip
+from nmer_recipes import config  # isort: skip
+from nmer_recipes.directories import place_in_sweep  # isort: skip
 
 TINY = [
     "env=InvertedPendulum",

@@ -13,9 +13,9 @@ from recipe_helpers import ALGORITHMS, make_batch, make_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common import compiling, networks, optim  # isort: skip
-from common.blocks import Batch, as_block  # isort: skip
-from common.compiling import Captured  # isort: skip
+from nmer_recipes import compiling, networks, optim  # isort: skip
+from nmer_recipes.blocks import Batch, as_block  # isort: skip
+from nmer_recipes.compiling import Captured  # isort: skip
 
 CPU = torch.device("cpu")
 ROWS, OBSERVATIONS, ACTIONS = 16, 4, 2

@@ -18,8 +18,8 @@ from omegaconf import OmegaConf
 from recipe_helpers import RECIPES, environment, make_config
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
-from common import config  # isort: skip
-from common.directories import place_in_wandb_sweep  # isort: skip
+from nmer_recipes import config  # isort: skip
+from nmer_recipes.directories import place_in_wandb_sweep  # isort: skip
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # written for pydantic 1
@@ -93,7 +93,7 @@ def test_a_sweep_file_is_valid_and_what_is_drawn_from_it_composes(path):
 
 
 def test_the_sweeps_hold_every_value_that_the_paper_tried():
-    with (RECIPES / "common" / "paper.csv").open() as file:
+    with (RECIPES / "nmer_recipes" / "paper.csv").open() as file:
         rows = list(csv.DictReader(file))
     tried = {
         (row["algorithm"].lower(), name, float(row[name]))

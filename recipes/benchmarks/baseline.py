@@ -29,11 +29,11 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common.config import check_run, run_recipe, with_overrides
-from common.envs import make_env
-from common.errors import UsageError
-from common.evaluate import Evaluator
-from common.runs import Run
+from nmer_recipes.config import check_run, run_recipe, with_overrides
+from nmer_recipes.envs import make_env
+from nmer_recipes.errors import UsageError
+from nmer_recipes.evaluate import Evaluator
+from nmer_recipes.runs import Run
 
 
 class Watch(BaseCallback):

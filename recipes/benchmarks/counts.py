@@ -32,7 +32,7 @@ from nmer_torchrl.methods import METHODS
 
 sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
-from common import collect, config, replay, runs
+from nmer_recipes import collect, config, replay, runs
 from pretend_cuda import Waits, pretend_cuda
 
 ROOT = Path(__file__).parents[2]

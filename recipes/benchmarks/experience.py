@@ -9,10 +9,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from common.checkpoint import read_state
-from common.envs import get_state, make_env, set_state
-from common.files import write_state
-from common.seeding import seeds
+from nmer_recipes.checkpoint import read_state
+from nmer_recipes.envs import get_state, make_env, set_state
+from nmer_recipes.files import write_state
+from nmer_recipes.seeding import seeds
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch import Tensor

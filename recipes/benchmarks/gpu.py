@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import sac
 import torch
-from common.blocks import Batch, as_block
-from common.config import CONF, register_resolvers
-from common.provenance import describe_source
-from common.replay import store
 from hydra import compose, initialize_config_dir
 from measure import make_clusters, make_rows, to_markdown
+from nmer_recipes.blocks import Batch, as_block
+from nmer_recipes.config import CONF, register_resolvers
+from nmer_recipes.provenance import describe_source
+from nmer_recipes.replay import store
 from search import TASKS, K, clustered_graph
 from tensordict import TensorDict
 from torchrl.data import TensorDictReplayBuffer

@@ -28,9 +28,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common.collect import FrameCollector
-from common.envs import make_env
-from common.seeding import Stream
+from nmer_recipes.collect import FrameCollector
+from nmer_recipes.envs import make_env
+from nmer_recipes.seeding import Stream
 
 from nmer_torchrl import make_replay_buffer
 from nmer_torchrl.neighbors import NeighborGraph

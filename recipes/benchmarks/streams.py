@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common.seeding import seeds
+from nmer_recipes.seeding import seeds
 
 from benchmarks.experience import TrainingRun
 

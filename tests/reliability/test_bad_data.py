@@ -19,8 +19,8 @@ from nmer_torchrl.neighbors import NeighborGraph, TorchSearch
 from nmer_torchrl.tracking.standardize import RunningStandardizer
 from nmer_torchrl.transforms import TunedMixup
 
-from common import collect, seeding  # isort: skip
-from common.replay import store  # isort: skip
+from nmer_recipes import collect, seeding  # isort: skip
+from nmer_recipes.replay import store  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:The row at position")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.files import write_state  # isort: skip
+from nmer_recipes.files import write_state  # isort: skip
 
 pytestmark = pytest.mark.xdist_group("reliability")  # one process imports for all
 

@@ -19,9 +19,9 @@ from nmer_torchrl import make_replay_buffer
 from nmer_torchrl.methods import METHODS
 
 from benchmarks import experience  # isort: skip
-from common import checkpoint, directories  # isort: skip
-from common.errors import UsageError  # isort: skip
-from reporting.read import BadRunError, find_runs, make_run, read_directory  # isort: skip
+from nmer_recipes import checkpoint, directories  # isort: skip
+from nmer_recipes.errors import UsageError  # isort: skip
+from nmer_recipes.reporting.read import BadRunError, find_runs, make_run, read_directory  # isort: skip
 
 import graph  # isort: skip
 

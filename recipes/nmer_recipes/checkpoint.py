@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torchrl.data import ReplayBuffer
 
-from common.errors import UsageError
-from common.files import CHECKPOINT, stopped_by_errors, told_of_errors, write_state
-from common.rows import RowFiles
+from nmer_recipes.errors import UsageError
+from nmer_recipes.files import CHECKPOINT, stopped_by_errors, told_of_errors, write_state
+from nmer_recipes.rows import RowFiles
 from nmer_torchrl.generators import restore_generator
 from nmer_torchrl.storages import move_state
 

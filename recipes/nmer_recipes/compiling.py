@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._higher_order_ops import scan  # a loop that torch.compile does not unroll
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from common.blocks import Batch
-from common.errors import UsageError
+from nmer_recipes.blocks import Batch
+from nmer_recipes.errors import UsageError
 
 _WORTH = 20_000  # updates from which on compiling, about a minute, pays
 _WARM_UP = 3  # calls before a CUDA graph is captured, in which a function is compiled and tuned

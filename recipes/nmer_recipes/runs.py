@@ -21,11 +21,11 @@ from omegaconf import DictConfig
 from torch import Tensor
 from tqdm import tqdm
 
-from common.directories import find_directory
-from common.files import stopped_by_errors, told_of_errors, write_text
-from common.loggers import Logger, check_logger, make_logger
-from common.provenance import describe_source
-from common.scores import WINDOW, duration
+from nmer_recipes.directories import find_directory
+from nmer_recipes.files import stopped_by_errors, told_of_errors, write_text
+from nmer_recipes.loggers import Logger, check_logger, make_logger
+from nmer_recipes.provenance import describe_source
+from nmer_recipes.scores import WINDOW, duration
 
 COLUMNS = (
     "frames",

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from common import paper
-
-from reporting.cells import Cell, Comparison, Task
-from reporting.estimates import FEW
-from reporting.read import Tell
-from reporting.tables import pool
+from nmer_recipes import paper
+from nmer_recipes.reporting.cells import Cell, Comparison, Task
+from nmer_recipes.reporting.estimates import FEW
+from nmer_recipes.reporting.read import Tell
+from nmer_recipes.reporting.tables import pool
 
 # What the paper itself sets for each method; anything else should be the same for all.
 _OF_A_METHOD = ("replay", "replay_ratio", "actor_l2", "grad_clip")

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import yaml
-from common.directories import FREE, flatten
-from common.scores import WINDOW
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from nmer_recipes.directories import FREE, flatten
+from nmer_recipes.scores import WINDOW
 
 Tell = Callable[[str], None]
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-from common import paper
 
-from reporting.cells import Cell, Comparison, Task
-from reporting.estimates import (
+from nmer_recipes import paper
+from nmer_recipes.reporting.cells import Cell, Comparison, Task
+from nmer_recipes.reporting.estimates import (
     LEAST,
     REPS,
     Scores,

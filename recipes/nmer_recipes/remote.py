@@ -19,10 +19,10 @@ from torchrl.collectors.distributed import RayCollector
 from torchrl.envs import Compose, DoubleToFloat, EnvBase, GymWrapper, RewardSum, TransformedEnv
 from tqdm import tqdm
 
-import common
-from common.envs import make_env
-from common.errors import UsageError
-from common.seeding import Stream
+import nmer_recipes
+from nmer_recipes.envs import make_env
+from nmer_recipes.errors import UsageError
+from nmer_recipes.seeding import Stream
 
 try:
     import ray
@@ -91,7 +91,7 @@ class RemoteCollector:
     def __enter__(self) -> RemoteCollector:
         cfg = self.cfg.collector
         # What workers run of ours goes to them whole: their machines need no copy of the recipes.
-        ray.cloudpickle.register_pickle_by_value(common)
+        ray.cloudpickle.register_pickle_by_value(nmer_recipes)
         options: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
         if cfg.address is None:  # has room for the workers, whether or not there are as many cores
             options |= {"num_cpus": math.ceil(cfg.workers * cfg.cpus), "include_dashboard": False}

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from omegaconf import DictConfig
 
-from common.errors import UsageError
-from common.methods import find_method
+from nmer_recipes.errors import UsageError
+from nmer_recipes.methods import find_method
 from nmer_torchrl.methods import option_names
 
 _GROWTH = 13 / 12  # tables grow by a twelfth at a time

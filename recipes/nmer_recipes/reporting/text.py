@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable
 
 import pandas as pd
-from common.scores import duration
 
-from reporting.estimates import FEW
+from nmer_recipes.reporting.estimates import FEW
+from nmer_recipes.scores import duration
 
 NONE = "–"
 Text = tuple[list[str], list[list[str]]]  # a header, and rows of as many entries

@@ -14,7 +14,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from common.errors import UsageError
+from nmer_recipes.errors import UsageError
 from nmer_torchrl import Method, methods
 from nmer_torchrl.methods import METHODS
 from nmer_torchrl.methods.options import read_key, read_keys

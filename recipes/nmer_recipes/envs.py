@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
-from common.errors import UsageError
+from nmer_recipes.errors import UsageError
 
 
 def make_env(

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from omegaconf import DictConfig, OmegaConf
 
-from common.directories import flatten
-from common.errors import UsageError
+from nmer_recipes.directories import flatten
+from nmer_recipes.errors import UsageError
 
 
 class Logger(Protocol):

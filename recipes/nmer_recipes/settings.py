@@ -11,8 +11,8 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from common.errors import UsageError
-from common.methods import registered_methods, settings_of
+from nmer_recipes.errors import UsageError
+from nmer_recipes.methods import registered_methods, settings_of
 
 CONF = Path(__file__).parents[1] / "conf"
 

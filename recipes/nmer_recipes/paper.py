@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from common.errors import UsageError
+from nmer_recipes.errors import UsageError
 
 LOCOMOTION = ("Ant", "HalfCheetah", "Hopper", "Swimmer", "Walker2d", "Humanoid")
 KINDS = {"uniform": "U", "per": "PER", "ct": "CT", "nmer": "NMER"}

@@ -13,11 +13,11 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from common import envs
-from common.seeding import Stream
+from nmer_recipes import envs
+from nmer_recipes.seeding import Stream
 
 if TYPE_CHECKING:
-    from common.remote import RemoteCollector
+    from nmer_recipes.remote import RemoteCollector
 
 
 def make_collector(
@@ -31,7 +31,7 @@ def make_collector(
     device = torch.device(cfg.device)
     stream = Stream(seed["exploration"], device)
     if cfg.collector.kind == "ray":
-        from common.remote import RemoteCollector
+        from nmer_recipes.remote import RemoteCollector
 
         return RemoteCollector(cfg, policy, make_copy, seed=seed["environment"], stream=stream)
     return FrameCollector(

@@ -11,8 +11,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from common.errors import UsageError
-from common.files import CHECKPOINT, write_text
+from nmer_recipes.errors import UsageError
+from nmer_recipes.files import CHECKPOINT, write_text
 
 # What may differ between a run and its continuation.
 FREE = {"resume", "run_dir", "checkpoint_every", "video", "logger"}

@@ -12,11 +12,11 @@ from omegaconf import DictConfig
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import TensorDictReplayBuffer
 
-from common.errors import UsageError
-from common.memory import search_of
-from common.methods import make_method
-from common.rows import RowFiles
-from common.runs import Clock
+from nmer_recipes.errors import UsageError
+from nmer_recipes.memory import search_of
+from nmer_recipes.methods import make_method
+from nmer_recipes.rows import RowFiles
+from nmer_recipes.runs import Clock
 from nmer_torchrl import loop, make_replay_buffer
 from nmer_torchrl.neighbors import DeviceSearch, make_search
 

@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from common.errors import UsageError
+from nmer_recipes.errors import UsageError
 
 CHECKPOINT = "checkpoint.pt"  # in the directory of a run
 

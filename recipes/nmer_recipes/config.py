@@ -18,11 +18,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from common import paper
-from common.directories import place_in_sweep, place_in_wandb_sweep
-from common.errors import UsageError
-from common.methods import make_method, register_methods
-from common.settings import CONF, check_names, check_values, check_words
+from nmer_recipes import paper
+from nmer_recipes.directories import place_in_sweep, place_in_wandb_sweep
+from nmer_recipes.errors import UsageError
+from nmer_recipes.methods import make_method, register_methods
+from nmer_recipes.settings import CONF, check_names, check_values, check_words
 
 
 def _paper(name: str, *, _root_: DictConfig) -> int | float | None:

@@ -10,13 +10,13 @@ from typing import Any
 import matplotlib
 import numpy as np
 import pandas as pd
-from common import paper
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from reporting.cells import Cell, Comparison, Task
-from reporting.estimates import Profile
+from nmer_recipes import paper
+from nmer_recipes.reporting.cells import Cell, Comparison, Task
+from nmer_recipes.reporting.estimates import Profile
 
 _COLUMNS = 3  # panels side by side
 _DASHES = {

@@ -6,22 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-from common.scores import WINDOW
 from tqdm import tqdm
 
-from reporting.cells import Cell, Comparison, compare
-from reporting.estimates import REPS, normalize, profiles
-from reporting.figures import draw_curves, draw_differences, draw_profiles
-from reporting.notices import tell_about_cells, tell_about_comparison
-from reporting.read import Tell
-from reporting.tables import (
+from nmer_recipes.reporting.cells import Cell, Comparison, compare
+from nmer_recipes.reporting.estimates import REPS, normalize, profiles
+from nmer_recipes.reporting.figures import draw_curves, draw_differences, draw_profiles
+from nmer_recipes.reporting.notices import tell_about_cells, tell_about_comparison
+from nmer_recipes.reporting.read import Tell
+from nmer_recipes.reporting.tables import (
     has_enough,
     make_paired_table,
     make_pooled_table,
     make_table,
     pool,
 )
-from reporting.text import (
+from nmer_recipes.reporting.text import (
     latex,
     markdown,
     show_glance,
@@ -29,6 +28,7 @@ from reporting.text import (
     show_pooled_table,
     show_table,
 )
+from nmer_recipes.scores import WINDOW
 
 _LEGEND = f"""\
 Scores are the mean of the last {WINDOW} evaluations of a run; mean ± standard deviation and the

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from reporting.read import RunData, Tell
+from nmer_recipes.reporting.read import RunData, Tell
 
 
 @dataclass(frozen=True, order=True)

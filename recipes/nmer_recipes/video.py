@@ -11,9 +11,9 @@ import numpy as np
 from omegaconf import DictConfig
 from tensordict.nn import TensorDictModuleBase
 
-from common.envs import make_env
-from common.errors import UsageError
-from common.evaluate import Evaluator
+from nmer_recipes.envs import make_env
+from nmer_recipes.errors import UsageError
+from nmer_recipes.evaluate import Evaluator
 
 
 def check_video(cfg: DictConfig) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl.envs import ExplorationType, set_exploration_type
 from torchrl.objectives import LossModule
 
-from common.envs import make_env
+from nmer_recipes.envs import make_env
 
 _SEED = 10_000  # the same starts for every run and every evaluation
 _CUT = 0.01  # discount at the time limit from which on a Monte-Carlo return counts as whole

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.errors import UsageError
 from tqdm import tqdm
 
-from reporting.read import BadRunError, RunData, Tell, make_run
+from nmer_recipes.errors import UsageError
+from nmer_recipes.reporting.read import BadRunError, RunData, Tell, make_run
 
 _KEYS = ["eval/return", "time/seconds", "train/updates"]
 _ROWS = 10_000  # the service draws from more rows than asked for; a run has 100 evaluations

@@ -15,11 +15,11 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 from torchrl.envs import ExplorationType, set_exploration_type
 
-from common.checkpoint import read_state
-from common.envs import make_env
-from common.errors import UsageError
-from common.files import told_of_errors, write_state
-from common.runs import Run
+from nmer_recipes.checkpoint import read_state
+from nmer_recipes.envs import make_env
+from nmer_recipes.errors import UsageError
+from nmer_recipes.files import told_of_errors, write_state
+from nmer_recipes.runs import Run
 
 WHICH = ("best", "last")
 

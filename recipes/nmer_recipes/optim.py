@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from common.networks import Weights
+from nmer_recipes.networks import Weights
 
 
 def differentiate(

@@ -1,1 +1,0 @@
-"""What the recipes share: configuration, environments, evaluation, logs and checkpoints."""
