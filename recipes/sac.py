@@ -20,8 +20,14 @@ from nmer_recipes.config import run_recipe
 from nmer_recipes.envs import make_env
 from nmer_recipes.evaluate import Evaluator
 from nmer_recipes.memory import check_memory
-from nmer_recipes.networks import Functional, Weights, find_weights
-from nmer_recipes.optim import Adam, Moments, clip, decay, differentiate, move_targets
+from nmer_recipes.networks import (
+    DISTANCES,
+    STOCK_DISTANCES,
+    Functional,
+    Weights,
+    find_weights,
+)
+from nmer_recipes.optim import Adam, Moments, clip, clip_each, decay, differentiate, move_targets
 from nmer_recipes.policy import save_policy
 from nmer_recipes.replay import describe, draw, make_buffer, store
 from nmer_recipes.runs import Run
@@ -31,7 +37,7 @@ from omegaconf import DictConfig
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import Tensor, nn
 from torch.distributions import Distribution
-from torch.nn.functional import mse_loss, softplus
+from torch.nn.functional import softplus
 from torchrl.data import Bounded
 from torchrl.modules import MLP, ProbabilisticActor, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate
@@ -97,7 +103,7 @@ def make_agent(
         actor,
         critic,
         num_qvalue_nets=2,
-        loss_function="l2",
+        loss_function=STOCK_DISTANCES[cfg.critic_loss],
         alpha_init=cfg.alpha_init,
         target_entropy=-float(actions) if cfg.target_entropy is None else cfg.target_entropy,
         action_spec=spec,
@@ -111,6 +117,7 @@ def make_losses(cfg: DictConfig, agent: SACLoss) -> Callable[[Weights, Batch, Te
     """Returns the losses, as a function of weights and batches."""
     # Plain numbers: `torch.compile` cannot follow the config.
     gamma, target_entropy = cfg.gamma, float(agent.target_entropy)
+    distance = DISTANCES[cfg.critic_loss]
     actor = Functional(agent.actor_network[0].module)
     critic = Functional(agent.qvalue_network.module)
 
@@ -128,7 +135,7 @@ def make_losses(cfg: DictConfig, agent: SACLoss) -> Callable[[Weights, Batch, Te
             value = critic.each(weights.target_critics, batch.following, action).amin(0)
             goal = batch.reward + gamma * ~batch.terminated * (value - alpha * log_prob)
         values = critic.each(weights.critics, batch.observation, batch.action)
-        squares = mse_loss(values, goal.expand_as(values), reduction="none")
+        distances = distance(values, goal.expand_as(values), reduction="none")
 
         policy = SquashedNormal(*actor(weights.actor, batch.observation))
         action, log_prob = policy.draw(noise[1])
@@ -137,7 +144,7 @@ def make_losses(cfg: DictConfig, agent: SACLoss) -> Callable[[Weights, Batch, Te
         value = critic.each(fixed, batch.observation, action).amin(0)
         excess = log_prob.detach() + target_entropy
         found = {
-            "loss_qvalue": batch.mean(squares.sum(0)),
+            "loss_qvalue": batch.mean(distances.sum(0)),
             "loss_actor": batch.mean(alpha * log_prob - value),
             "loss_alpha": batch.mean(-log_alpha * excess),
             "entropy": -log_prob.detach().mean(),
@@ -194,8 +201,11 @@ def make_update(
             return total, ({name: value.detach() for name, value in losses.items()}, errors)
 
         gradients, results = differentiate(total_loss, learned)
-        groups = (gradients[:first], gradients[first:second], gradients[second:])
-        clipped = [gradient for group in groups for gradient in clip(group, limit)]
+        clipped = [
+            *clip(gradients[:first], limit),
+            *clip_each(gradients[first:second], limit),
+            *clip(gradients[second:], limit),
+        ]
         optimizer.move(learned, clipped, moments)
         move_targets(weights, tau)
         return results

@@ -20,8 +20,14 @@ from nmer_recipes.config import run_recipe
 from nmer_recipes.envs import make_env
 from nmer_recipes.evaluate import Evaluator
 from nmer_recipes.memory import check_memory
-from nmer_recipes.networks import Functional, Weights, find_weights
-from nmer_recipes.optim import Adam, Moments, clip, decay, differentiate, move_targets
+from nmer_recipes.networks import (
+    DISTANCES,
+    STOCK_DISTANCES,
+    Functional,
+    Weights,
+    find_weights,
+)
+from nmer_recipes.optim import Adam, Moments, clip, clip_each, decay, differentiate, move_targets
 from nmer_recipes.policy import save_policy
 from nmer_recipes.replay import describe, draw, make_buffer, store
 from nmer_recipes.runs import Run
@@ -30,7 +36,6 @@ from nmer_recipes.video import check_video, write_video
 from omegaconf import DictConfig
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 from torchrl.data import Bounded
 from torchrl.modules import MLP, ValueOperator
 from torchrl.objectives import SoftUpdate, TD3Loss
@@ -71,7 +76,7 @@ def make_agent(
         actor,
         critic,
         num_qvalue_nets=2,
-        loss_function="l2",
+        loss_function=STOCK_DISTANCES[cfg.critic_loss],
         policy_noise=cfg.target_noise,
         noise_clip=cfg.target_noise_clip,
         delay_actor=True,
@@ -89,6 +94,7 @@ def make_losses(
     """Returns the losses of the critics and of the actor, as functions of weights and batches."""
     # Plain numbers: `torch.compile` cannot follow the config.
     gamma, sigma, limit = cfg.gamma, cfg.target_noise, cfg.target_noise_clip
+    distance = DISTANCES[cfg.critic_loss]
     actor = Functional(agent.actor_network.module)
     critic = Functional(agent.qvalue_network.module)
 
@@ -103,8 +109,8 @@ def make_losses(
             value = critic.each(weights.target_critics, batch.following, action).amin(0)
             goal = batch.reward + gamma * ~batch.terminated * value
         values = critic.each(weights.critics, batch.observation, batch.action)
-        squares = mse_loss(values, goal.expand_as(values), reduction="none")
-        return batch.mean(squares.sum(0)), (values - goal).detach().abs().mean(0)
+        distances = distance(values, goal.expand_as(values), reduction="none")
+        return batch.mean(distances.sum(0)), (values - goal).detach().abs().mean(0)
 
     def actor_loss(weights: Weights, batch: Batch) -> Tensor:
         """Returns the negative value of what the actor does, by the first critic."""
@@ -168,7 +174,7 @@ def make_update(
             return loss + l2 * decay(actor) if l2 else loss, loss.detach()
 
         gradients, (loss_qvalue, errors) = differentiate(of_critics, weights.critics)
-        critic_optimizer.move(weights.critics, clip(gradients, limit), critic_moments)
+        critic_optimizer.move(weights.critics, clip_each(gradients, limit), critic_moments)
         losses = {"loss_qvalue": loss_qvalue}
         if turn.actor:
             gradients, losses["loss_actor"] = differentiate(of_actor, weights.actor)

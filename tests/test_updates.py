@@ -78,8 +78,10 @@ def test_losses_and_targets_are_those_of_torchrl_and_errors_are_averaged(algorit
         assert (found[False, "errors"] < found[True, "errors"]).any()
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_step_by_the_losses_of_torchrl_is_the_same(algorithm, monkeypatch):
+@pytest.mark.parametrize(
+    ("algorithm", "distance"), [(each, "squared") for each in ALGORITHMS] + [("sac", "huber")]
+)
+def test_a_step_by_the_losses_of_torchrl_is_the_same(algorithm, distance, monkeypatch):
     as_rows = Batch.as_rows
 
     def draw_again(batch):
@@ -90,7 +92,8 @@ def test_a_step_by_the_losses_of_torchrl_is_the_same(algorithm, monkeypatch):
     (block,), states = make_blocks(1), []
     for losses in ("direct", "torchrl"):
         options = ["policy_delay=1"] if algorithm == "td3" else []
-        agent, cfg, recipe = make_agent(algorithm, f"losses={losses}", *options)
+        options += [f"losses={losses}", f"critic_loss={distance}"]
+        agent, cfg, recipe = make_agent(algorithm, *options)
         update, optimizers = recipe.make_update(cfg, agent)
         torch.manual_seed(1)
         values, _ = update(block, 0)
@@ -183,8 +186,13 @@ def test_blocks_of_td3_make_the_steps_of_a_plain_loop(delay, interval, l2, limit
                     total = actor_loss(held, batch) + l2 * decay
                 optimizer.zero_grad()
                 total.backward(inputs=weights)
-                if limit != "null":
+                if limit != "null" and weights is actor:
                     torch.nn.utils.clip_grad_norm_(weights, limit)
+                elif limit != "null":
+                    for each in zip(*(weight.grad for weight in weights), strict=True):
+                        norm = torch.cat([gradient.flatten() for gradient in each]).norm()
+                        for gradient in each:
+                            gradient.mul_((limit / (norm + 1e-6)).clamp(max=1))
                 optimizer.step()
             if number % interval == 0:
                 target.step()
@@ -198,9 +206,10 @@ def test_gradients_of_sac_are_clipped_for_each_network_on_its_own():
     update(block, 0)
     moments = [state["exp_avg"] for state in optimizers["optimizer"].state.values()]
     actor = len(list(agent.actor_network_params.flatten_keys().values()))
-    groups = (moments[:actor], moments[actor:-1], moments[-1:])
+    critics = zip(*moments[actor:-1], strict=True)  # stacked: the first entries are one critic's
+    groups = (moments[:actor], *critics, moments[-1:])
     norms = [float(torch.nn.utils.get_total_norm(group)) / 0.1 for group in groups]
-    assert norms == pytest.approx([0.01] * 3, rel=1e-3)
+    assert norms == pytest.approx([0.01] * 4, rel=1e-3)
 
 
 @pytest.mark.xdist_group("recipes_td3")

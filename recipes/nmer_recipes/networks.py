@@ -6,8 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, mse_loss, smooth_l1_loss
 from torchrl.objectives import LossModule
+
+# What critics minimize over the distances to their targets; the second by TorchRL's names.
+DISTANCES = {"squared": mse_loss, "huber": smooth_l1_loss}
+STOCK_DISTANCES = {"squared": "l2", "huber": "smooth_l1"}
 
 
 class Functional:

@@ -38,6 +38,15 @@ def clip(gradients: list[Tensor], limit: float | None) -> list[Tensor]:
     return list(torch._foreach_mul(gradients, (limit / (norm + 1e-6)).clamp(max=1.0)))
 
 
+def clip_each(gradients: list[Tensor], limit: float | None) -> list[Tensor]:
+    """Returns the gradients `[n, ...]` of n stacked networks, each network clipped by itself."""
+    if limit is None:
+        return gradients
+    norms = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients]).sum(0)
+    scales = (limit / (norms.sqrt() + 1e-6)).clamp(max=1.0)
+    return [gradient * scales.view(-1, *[1] * (gradient.ndim - 1)) for gradient in gradients]
+
+
 class Moments(NamedTuple):
     """What Adam keeps for each parameter."""
 

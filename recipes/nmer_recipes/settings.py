@@ -112,6 +112,7 @@ RANGES: dict[str, Range] = {
 CHOICES: dict[str, Sequence[bool | str | None]] = {
     "compile": (True, False, "auto"),
     "losses": ("direct", "torchrl"),
+    "critic_loss": ("squared", "huber"),
     "storage": ("memory", "memmap"),
     "video": (True, False),
     "collector.kind": ("local", "ray"),
