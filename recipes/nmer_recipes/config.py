@@ -8,6 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import hydra
 import torch
@@ -19,9 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nmer_recipes import paper
-from nmer_recipes.directories import place_in_sweep, place_in_wandb_sweep
+from nmer_recipes.directories import place_in_sweep, place_in_wandb_sweep, read_score
 from nmer_recipes.errors import UsageError
 from nmer_recipes.methods import make_method, register_methods
+from nmer_recipes.resume import add_choices, continue_config
 from nmer_recipes.settings import CONF, check_names, check_values, check_words
 
 
@@ -79,7 +81,7 @@ def with_overrides(arguments: list[str], overrides: list[str]) -> list[str]:
 
 
 def run_recipe(
-    train: Callable[[DictConfig], None],
+    train: Callable[[DictConfig], float | None],
     name: str,
     validate: Callable[[DictConfig], None] | None = None,
 ) -> None:
@@ -90,28 +92,32 @@ def run_recipe(
     if shows and "--resolve" not in sys.argv:
         sys.argv.append("--resolve")  # so that the paper's values show
 
+    typed = sys.argv[1:]
     try:
+        sys.argv[1:] = with_overrides(typed, add_choices(typed))
         register_methods(sys.argv[1:])
         check_words(sys.argv[1:], name)
     except UsageError as error:
         raise SystemExit(f"{name}.py: {error}") from None
 
-    def job(cfg: DictConfig) -> None:
+    def job(cfg: DictConfig) -> float | None:
         logging.getLogger("torchrl").setLevel(logging.WARNING)
         warnings.filterwarnings("ignore", module="torchrl|tensordict|gymnasium|glfw")
         task = HydraConfig.get()
         sweep = task.mode == RunMode.MULTIRUN
         try:
             check_names(cfg, name, task.runtime.choices)
-            _resolve_checked(cfg, validate or check)
             trains = "run_dir" in cfg  # rather than measures, and has a directory of its own
+            if trains and not sweep and cfg.resume not in (None, "auto"):
+                cfg = continue_config(cfg, typed)
+            _resolve_checked(cfg, validate or check)
             if trains and not sweep:
                 place_in_wandb_sweep(cfg)
             folder, overrides = task.sweep.dir, task.job.override_dirname
             if not (sweep and trains) or place_in_sweep(cfg, folder, overrides):
-                train(cfg)
-            else:
-                print(f"{cfg.run_dir} is complete already, and is skipped.")
+                return train(cfg)
+            print(f"{cfg.run_dir} is complete already, and is skipped.")
+            return read_score(Path(cfg.run_dir))
         except UsageError as error:
             message = f"{name}.py: {error}"
             # One run that cannot be made must not end those beside it.

@@ -76,5 +76,18 @@ def stopped_by_errors(directory: Path) -> Iterator[None]:
     except OSError as error:
         raise UsageError(
             f"{error.filename or directory} cannot be written ({error.strerror}); all that was "
-            f"written before is whole. Make room, then go on with resume={directory}."
+            f"written before is whole. Make room, then go on with {resume_word(directory)}."
         ) from None
+
+
+def resume_word(directory: Path) -> str:
+    """Returns `resume=DIR`, in quotes if Hydra would read the directory as something else."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser  # not for a report
+    from hydra.core.override_parser.types import Quote, QuotedString
+    from hydra.errors import OverrideParseException
+
+    word = f"resume={directory}"
+    with suppress(OverrideParseException):
+        if OverridesParser.create().parse_override(word).value() == str(directory):
+            return word
+    return "resume=" + QuotedString(str(directory), Quote.double).with_quotes()
