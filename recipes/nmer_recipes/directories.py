@@ -186,8 +186,8 @@ def _raise_if_different(directory: Path, cfg: DictConfig, *, further: bool = Fal
     if different:
         words = [f"{name}={before} ({now} was given)" for name, (before, now) in different.items()]
         raise UsageError(
-            f"{directory} is of another config: it was made with {', '.join(words)}. Give these "
-            "values to go on with it, or start a new run without `resume`."
+            f"{directory} is of another config: it was made with {', '.join(words)}. "
+            f"{resume_word(directory)} alone goes on with it; a new run needs another directory."
         )
 
 
@@ -195,6 +195,11 @@ def read_config(directory: Path) -> dict[str, Any]:
     """Returns the settings that a run was made with."""
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
+    except FileNotFoundError:
+        raise UsageError(
+            f"{directory} has no config.yaml, so it is not the directory of a run; name another, "
+            "or start a new run without `resume`."
+        ) from None
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(
@@ -215,6 +220,9 @@ def _differences(saved: dict[str, Any], cfg: DictConfig) -> dict[str, tuple[Any,
         decided = name in _DECIDED and None in values
         if values[0] != values[1] and not decided and not {name, name.split(".")[0]} & FREE:
             different[name] = values
+    for kind in [name for name in different if name.endswith(".kind")]:  # the rest follows from it
+        group = kind.removesuffix("kind")
+        different = {n: v for n, v in different.items() if n == kind or not n.startswith(group)}
     return different
 
 

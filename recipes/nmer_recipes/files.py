@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -81,13 +82,13 @@ def stopped_by_errors(directory: Path) -> Iterator[None]:
 
 
 def resume_word(directory: Path) -> str:
-    """Returns `resume=DIR`, in quotes if Hydra would read the directory as something else."""
+    """Returns `resume=DIR` as a shell and Hydra take it, in quotes where they need them."""
     from hydra.core.override_parser.overrides_parser import OverridesParser  # not for a report
     from hydra.core.override_parser.types import Quote, QuotedString
-    from hydra.errors import OverrideParseException
+    from hydra.errors import HydraException
 
     word = f"resume={directory}"
-    with suppress(OverrideParseException):
+    with suppress(HydraException):
         if OverridesParser.create().parse_override(word).value() == str(directory):
-            return word
-    return "resume=" + QuotedString(str(directory), Quote.double).with_quotes()
+            return shlex.quote(word)
+    return shlex.quote("resume=" + QuotedString(str(directory), Quote.double).with_quotes())

@@ -9,7 +9,7 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from nmer_recipes.directories import read_config
@@ -34,18 +34,26 @@ def add_choices(words: Sequence[str]) -> list[str]:
     directory = given["resume"].value() if "resume" in given else None
     if directory in (None, "auto") or given["resume"].is_sweep_override():
         return []
-    saved, found = read_config(Path(str(directory))), []
-    for group in sorted(find_groups() - given.keys()):
-        settings = saved.get(group)
-        if isinstance(settings, dict):
-            choice = settings.get("kind") or settings.get("name")
-            if choice in choices_of(group) or group == "replay":
-                found.append(f"{group}={choice}")
+    choices = _find_choices(read_config(Path(str(directory))))
+    return [f"{group}={choice}" for group, choice in choices.items() if group not in given]
+
+
+def _find_choices(saved: dict[str, Any]) -> dict[str, str]:
+    """Returns the file that a run has of each config group, as far as its config tells."""
+    found = {}
+    for group in sorted(find_groups()):
+        settings = saved.get(group) or {}
+        for choice in (settings.get("kind"), settings.get("name")):
+            if choice and (choice in choices_of(group) or group == "replay"):
+                found[group] = choice
+                break
     return found
 
 
 def continue_config(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
     """Returns the config of the run that `cfg.resume` names, with what the command line changes.
+
+    The choice of a group that the run has, such as `replay=nmer`, changes nothing below it.
 
     Args:
         cfg: Composed from the command line.
@@ -58,7 +66,9 @@ def continue_config(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
             f"{cfg.resume} holds a run of {saved.get('algorithm')}, but {cfg.algorithm}.py trains "
             f"{cfg.algorithm}."
         )
-    given = {"resume", "run_dir", *(override.key_or_group for override in _parse(words))}
+    typed = {override.key_or_group: override.value() for override in _parse(words)}
+    same = {group for group, choice in _find_choices(saved).items() if typed.get(group) == choice}
+    given = {"resume", "run_dir", *typed} - same
     if "device" in given and cfg.device != saved.get("device"):
         given |= {name for name in _BY_DEVICE if OmegaConf.select(cfg, name) is not None}
     # What was added to the recipes after the run had begun has its default.
@@ -75,7 +85,7 @@ def resume_command(directory: Path, algorithm: str) -> str:
     script = CONF.parent / f"{algorithm}.py"
     if script.is_relative_to(Path.cwd()):
         script = script.relative_to(Path.cwd())
-    return shlex.join(["python", str(script), resume_word(directory)])
+    return f"python {shlex.quote(str(script))} {resume_word(directory)}"
 
 
 def _parse(words: Sequence[str]) -> list[Override]:
@@ -83,7 +93,7 @@ def _parse(words: Sequence[str]) -> list[Override]:
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     try:
         return OverridesParser.create().parse_overrides(overrides)
-    except OverrideParseException:
+    except HydraException:
         return []  # Hydra says what is wrong with them
 
 

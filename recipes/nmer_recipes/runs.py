@@ -128,7 +128,7 @@ class Run:
         )
         if self.resumed:
             what = f"goes on in {self.directory} after frame {self.frames} of {cfg.total_frames}"
-        elif cfg.resume == "auto":
+        elif cfg.resume == "auto" and not _in_sweep():
             what = f"begins in {self.directory}: resume=auto found no run to go on with"
         else:
             what = f"writes to {self.directory}"
@@ -251,7 +251,7 @@ class Run:
         """Ends an interrupted run, and says how to continue it."""
         command = resume_command(self.directory, self.cfg.algorithm)
         print(f"Stopped; a checkpoint is written. To go on: {command}", file=sys.stderr)
-        if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        if _in_sweep():
             print("The sweep's command again does all that is left of it.", file=sys.stderr)
         raise SystemExit(128 + int(self.interrupted or 0))
 
@@ -312,6 +312,10 @@ class Run:
         self.seconds, self.logger_id = state["seconds"], state["logger_id"]
         before = state.get("sources", [])  # none in checkpoints of version 0.1
         self.sources = before + [source for source in self.sources if source not in before]
+
+
+def _in_sweep() -> bool:
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def _draw_curve(path: Path, rows: list[dict[str, float]], name: str) -> None:
