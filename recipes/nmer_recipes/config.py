@@ -9,12 +9,14 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hydra
 import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigLoadError
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -61,16 +63,33 @@ _SLURM = {
 }
 
 
-def register_launchers() -> None:
-    """Gives `hydra/launcher=submitit_slurm` defaults that suit a run, where it is installed."""
+# A search by Optuna looks for the highest score. Its seed is fixed, so that the same command draws
+# the same trials again: those that are complete are read, and one that was killed goes on.
+_OPTUNA = {"direction": "maximize", "n_jobs": 1}
+_SAMPLERS = ("tpe", "random", "cmaes", "nsgaii")
+
+
+def register_plugins() -> None:
+    """Gives launchers and sweepers defaults that suit a run, where they are installed."""
     # Jobs in other processes find the recipes' modules by this.
     paths = [str(CONF.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     Plugins.instance()  # has the plugins register theirs
-    store, group, name = ConfigStore.instance(), "hydra/launcher", "submitit_slurm"
-    if f"{name}.yaml" in store.list(group):
-        node = OmegaConf.merge(store.load(f"{group}/{name}.yaml").node, _SLURM)
-        store.store(name=name, node=node, group=group, provider="recipes")
+    _add_defaults("hydra/launcher", "submitit_slurm", _SLURM)
+    _add_defaults("hydra/sweeper", "optuna", _OPTUNA)
+    for name in _SAMPLERS:
+        _add_defaults("hydra/sweeper/sampler", name, {"seed": 0})
+
+
+def _add_defaults(group: str, name: str, defaults: dict[str, Any]) -> None:
+    """Changes the defaults of a config that a plugin has registered, if it has."""
+    store = ConfigStore.instance()
+    try:
+        found = store.load(f"{group}/{name}.yaml")
+    except ConfigLoadError:
+        return
+    node = OmegaConf.merge(found.node, defaults)
+    store.store(name=name, node=node, group=group, provider="recipes")
 
 
 def with_overrides(arguments: list[str], overrides: list[str]) -> list[str]:
@@ -87,7 +106,7 @@ def run_recipe(
 ) -> None:
     """Composes the config `name` from the command line, checks it and trains by it."""
     register_resolvers()
-    register_launchers()
+    register_plugins()
     shows = re.search(r"(--cfg|-c)[ =]job\b", " ".join(sys.argv))
     if shows and "--resolve" not in sys.argv:
         sys.argv.append("--resolve")  # so that the paper's values show
