@@ -220,8 +220,8 @@ def make_update(
     return update, {"optimizer": optimizer}
 
 
-def train(cfg: DictConfig) -> None:
-    """Seed, environment, agent, buffer, loop, evaluation."""
+def train(cfg: DictConfig) -> float:
+    """Seed, environment, agent, buffer, loop, evaluation; returns the score."""
     check_video(cfg)
     # Seed: a stream each, so that a replay method changes neither the networks nor the resets.
     torch.set_num_threads(cfg.threads)
@@ -235,6 +235,7 @@ def train(cfg: DictConfig) -> None:
 
     # Agent
     actor, explorer, agent = make_agent(cfg, observations, actions, device)
+    cfg.target_entropy = float(agent.target_entropy)  # so that the run's config has it
     update, optimizers = make_update(cfg, agent)
 
     # Buffer
@@ -284,7 +285,7 @@ def train(cfg: DictConfig) -> None:
             if stopping:
                 run.stop()
         write_video(cfg, run.directory, evaluate, actor)
-        run.finish()
+        return run.finish()
 
 
 if __name__ == "__main__":

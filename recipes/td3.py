@@ -198,8 +198,8 @@ def make_update(
     return update, {"actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer}
 
 
-def train(cfg: DictConfig) -> None:
-    """Seed, environment, agent, buffer, loop, evaluation."""
+def train(cfg: DictConfig) -> float:
+    """Seed, environment, agent, buffer, loop, evaluation; returns the score."""
     check_video(cfg)
     # Seed: a stream each, so that a replay method changes neither the networks nor the resets.
     torch.set_num_threads(cfg.threads)
@@ -267,7 +267,7 @@ def train(cfg: DictConfig) -> None:
             if stopping:
                 run.stop()
         write_video(cfg, run.directory, evaluate, actor)
-        run.finish()
+        return run.finish()
 
 
 if __name__ == "__main__":

@@ -486,9 +486,9 @@ def test_priorities_go_along_to_another_device(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_of_another_capacity_is_refused(kind):
+def test_a_state_of_a_larger_capacity_is_refused(kind):
     sampler = make(kind, capacity=40).sampler
-    with pytest.raises(ValueError, match=r"40 rows.*max_capacity=30; make them agree"):
+    with pytest.raises(ValueError, match=r"40 rows.*max_capacity=30; make it at least as large"):
         make(kind, capacity=30).sampler.load_state_dict(sampler.state_dict())
 
 

@@ -1,6 +1,7 @@
 """Several runs by one command: on this machine, and as jobs."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,23 @@ def test_only_the_seeds_of_one_setting_share_a_group(tmp_path):
             assert place_in_sweep(cfg, str(tmp_path), overrides)
             groups.add(cfg.logger.group)
     assert groups == {"td3-Hopper-nmer-replay.k=10", "td3-Hopper-nmer-replay.k=25"}
+
+
+def test_a_search_that_was_killed_draws_the_same_trials_and_goes_on(tmp_path, capsys):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs the extra optuna")
+    space = ["replay.k=int(interval(1,9))", "replay.alpha=tag(log,interval(0.1,4))"]
+    fixed = [word for word in TINY if not word.startswith("replay_ratio")]
+    search = ["-m", "hydra/sweeper=optuna", *fixed, *space, "replay_ratio=1,2"]
+    start("td3", *search, "hydra.sweeper.n_trials=2", cwd=tmp_path)
+    runs = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/td3/*/summary.json")}
+    scores = [json.loads(path.read_text())["score"] for path in runs]
+    assert len(scores) == 2
+    told = capsys.readouterr().out
+    best = f"Best of the search: score {max(scores):.1f} with "
+    assert re.search(best + r"replay\.k=\d replay\.alpha=\S+ replay_ratio=[12];", told)
+    next(iter(runs)).unlink()  # as if it had been killed after its checkpoint
+    start("td3", *search, "hydra.sweeper.n_trials=2", cwd=tmp_path)
+    again = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/td3/*/summary.json")}
+    assert again.keys() == runs.keys()
+    assert [path for path in runs if runs[path] != again[path]] == [next(iter(runs))]
+    assert told.splitlines()[-1] == capsys.readouterr().out.splitlines()[-1]

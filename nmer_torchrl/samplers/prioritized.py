@@ -189,14 +189,17 @@ class CheckedPrioritizedSampler(PrioritizedSampler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave; an empty state leaves all as it is."""
+        """Takes up what `state_dict` gave, also of a sampler with fewer rows.
+
+        An empty state leaves all as it is.
+        """
         if not state_dict:
             return
         powers = state_dict["powers"]
-        if len(powers) != self.max_size:
+        if len(powers) > self.max_size:
             raise ValueError(
                 f"The state holds priorities for {len(powers)} rows, but the sampler was made with "
-                f"max_capacity={self.max_size}; make them agree."
+                f"max_capacity={self.max_size}; make it at least as large."
             )
         self._empty()
         self.alpha, self.beta = state_dict["alpha"], state_dict["beta"]

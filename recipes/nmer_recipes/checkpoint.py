@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 
 from nmer_recipes.errors import UsageError
@@ -49,6 +50,7 @@ class Checkpoint:
         for name, part in self.parts.items():
             if isinstance(part, ReplayBuffer):
                 fit_device(part, state[name])
+                fit_capacity(part, state[name])
             part.load_state_dict(state[name])
 
 
@@ -63,6 +65,23 @@ def fit_device(buffer: ReplayBuffer, state: dict[str, Any]) -> None:
         restored = torch.Generator(generator.device)
         restore_generator(restored, state["_rng"][0])
         state["_rng"] = (restored.get_state(), str(generator.device))
+
+
+def fit_capacity(buffer: ReplayBuffer, state: dict[str, Any]) -> None:
+    """Makes the state of a buffer with fewer rows fit, as that of a run that is taken further.
+
+    The rows go to where they would be if the buffer had been as large from the start. All else in
+    the state depends on the stored rows alone.
+    """
+    saved, storage = state["_storage"], buffer.storage
+    if not saved["_storage"]:
+        return
+    rows = TensorDict().load_state_dict(saved["_storage"], strict=False)
+    if len(rows) < storage.max_size:
+        stored = saved["_len"]
+        storage.set(torch.arange(stored), rows[:stored])  # which allocates all of it
+        state["_storage"] = storage.state_dict()
+        state["_writer"]["_cursor"] = stored  # a full one had gone back to 0
 
 
 def read_state(path: Path, remedy: str, *, mapped: bool = False) -> dict[str, Any]:

@@ -8,20 +8,24 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import hydra
 import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigLoadError
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nmer_recipes import paper
-from nmer_recipes.directories import place_in_sweep, place_in_wandb_sweep
+from nmer_recipes.directories import place_in_sweep, place_in_wandb_sweep, read_score
 from nmer_recipes.errors import UsageError
 from nmer_recipes.methods import make_method, register_methods
+from nmer_recipes.resume import add_choices, continue_config
 from nmer_recipes.settings import CONF, check_names, check_values, check_words
 
 
@@ -59,16 +63,33 @@ _SLURM = {
 }
 
 
-def register_launchers() -> None:
-    """Gives `hydra/launcher=submitit_slurm` defaults that suit a run, where it is installed."""
+# A search by Optuna looks for the highest score. Its seed is fixed, so that the same command draws
+# the same trials again: those that are complete are read, and one that was killed goes on.
+_OPTUNA = {"direction": "maximize", "n_jobs": 1}
+_SAMPLERS = ("tpe", "random", "cmaes", "nsgaii")
+
+
+def register_plugins() -> None:
+    """Gives launchers and sweepers defaults that suit a run, where they are installed."""
     # Jobs in other processes find the recipes' modules by this.
     paths = [str(CONF.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     Plugins.instance()  # has the plugins register theirs
-    store, group, name = ConfigStore.instance(), "hydra/launcher", "submitit_slurm"
-    if f"{name}.yaml" in store.list(group):
-        node = OmegaConf.merge(store.load(f"{group}/{name}.yaml").node, _SLURM)
-        store.store(name=name, node=node, group=group, provider="recipes")
+    _add_defaults("hydra/launcher", "submitit_slurm", _SLURM)
+    _add_defaults("hydra/sweeper", "optuna", _OPTUNA)
+    for name in _SAMPLERS:
+        _add_defaults("hydra/sweeper/sampler", name, {"seed": 0})
+
+
+def _add_defaults(group: str, name: str, defaults: dict[str, Any]) -> None:
+    """Changes the defaults of a config that a plugin has registered, if it has."""
+    store = ConfigStore.instance()
+    try:
+        found = store.load(f"{group}/{name}.yaml")
+    except ConfigLoadError:
+        return
+    node = OmegaConf.merge(found.node, defaults)
+    store.store(name=name, node=node, group=group, provider="recipes")
 
 
 def with_overrides(arguments: list[str], overrides: list[str]) -> list[str]:
@@ -79,39 +100,43 @@ def with_overrides(arguments: list[str], overrides: list[str]) -> list[str]:
 
 
 def run_recipe(
-    train: Callable[[DictConfig], None],
+    train: Callable[[DictConfig], float | None],
     name: str,
     validate: Callable[[DictConfig], None] | None = None,
 ) -> None:
     """Composes the config `name` from the command line, checks it and trains by it."""
     register_resolvers()
-    register_launchers()
+    register_plugins()
     shows = re.search(r"(--cfg|-c)[ =]job\b", " ".join(sys.argv))
     if shows and "--resolve" not in sys.argv:
         sys.argv.append("--resolve")  # so that the paper's values show
 
+    typed = sys.argv[1:]
     try:
+        sys.argv[1:] = with_overrides(typed, add_choices(typed))
         register_methods(sys.argv[1:])
         check_words(sys.argv[1:], name)
     except UsageError as error:
         raise SystemExit(f"{name}.py: {error}") from None
 
-    def job(cfg: DictConfig) -> None:
+    def job(cfg: DictConfig) -> float | None:
         logging.getLogger("torchrl").setLevel(logging.WARNING)
         warnings.filterwarnings("ignore", module="torchrl|tensordict|gymnasium|glfw")
         task = HydraConfig.get()
         sweep = task.mode == RunMode.MULTIRUN
         try:
             check_names(cfg, name, task.runtime.choices)
-            _resolve_checked(cfg, validate or check)
             trains = "run_dir" in cfg  # rather than measures, and has a directory of its own
+            if trains and not sweep and cfg.resume not in (None, "auto"):
+                cfg = continue_config(cfg, typed)
+            _resolve_checked(cfg, validate or check)
             if trains and not sweep:
                 place_in_wandb_sweep(cfg)
             folder, overrides = task.sweep.dir, task.job.override_dirname
             if not (sweep and trains) or place_in_sweep(cfg, folder, overrides):
-                train(cfg)
-            else:
-                print(f"{cfg.run_dir} is complete already, and is skipped.")
+                return train(cfg)
+            print(f"{cfg.run_dir} is complete already, and is skipped.")
+            return read_score(Path(cfg.run_dir))
         except UsageError as error:
             message = f"{name}.py: {error}"
             # One run that cannot be made must not end those beside it.

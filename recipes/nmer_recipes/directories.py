@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import os
 from datetime import datetime
 from pathlib import Path
@@ -12,12 +15,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nmer_recipes.errors import UsageError
-from nmer_recipes.files import CHECKPOINT, write_text
+from nmer_recipes.files import CHECKPOINT, resume_word, write_text
 
 # What may differ between a run and its continuation.
 FREE = {"resume", "run_dir", "checkpoint_every", "video", "logger"}
 FREE |= {"threads", "compile", "losses", "device", "storage_device", "storage", "collector"}
+FREE |= {"replay.search"}  # other ways to the same neighbours
+_DECIDED = {"target_entropy"}  # null until a run has looked at its task
 _LONGEST_GROUP = 128  # characters that W&B takes
+_LONGEST_NAME = 200  # bytes; most file systems take 255
+_CUT_NAME = 120  # bytes of a longer one that are kept
 
 
 def place_in_sweep(cfg: DictConfig, folder: str, overrides: str) -> bool:
@@ -31,7 +38,12 @@ def place_in_sweep(cfg: DictConfig, folder: str, overrides: str) -> bool:
             f"run_dir={cfg.run_dir} would be the directory of every run of the sweep; leave it "
             "out, or name the directory that holds them all by hydra.sweep.dir."
         )
-    cfg.run_dir = str(Path(folder) / (overrides or cfg.name))
+    if cfg.resume not in (None, "auto"):
+        raise UsageError(
+            f"resume={cfg.resume} names one run, but -m starts several; leave out -m, or leave out "
+            "resume: a sweep started again goes on with its own runs."
+        )
+    cfg.run_dir = str(Path(folder) / name_directory(overrides or cfg.name, cfg.name))
     cfg.resume = "auto"
     if cfg.logger.get("group") is not None:
         named = ("env=", "replay=", "seed=")  # by the group already, or not of the setting
@@ -42,6 +54,30 @@ def place_in_sweep(cfg: DictConfig, folder: str, overrides: str) -> bool:
         return True
     _raise_if_different(directory, cfg)
     return False
+
+
+def name_directory(text: str, summary: str = "") -> str:
+    """Returns a text as the name of one directory.
+
+    A text that is long, or has a slash, is cut. It then begins with the summary, and ends with a
+    hash of the whole text, so that no two texts share a directory.
+    """
+    if "/" not in text and len(text.encode()) <= _LONGEST_NAME:
+        return text
+    start = ",".join(filter(None, [summary, text])).replace("/", "-")
+    cut = start.encode()[:_CUT_NAME].decode(errors="ignore").rstrip(",=")
+    return f"{cut}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def read_score(directory: Path) -> float:
+    """Returns the score of a complete run."""
+    try:
+        return float(json.loads((directory / "summary.json").read_text())["score"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{directory / 'summary.json'} has no score that can be read ({error}); delete the "
+            "file, and the run ends again from its checkpoint."
+        ) from None
 
 
 def place_in_wandb_sweep(cfg: DictConfig) -> None:
@@ -63,13 +99,13 @@ def find_directory(cfg: DictConfig) -> tuple[Path, bool]:
                 f"resume={cfg.resume} and run_dir={cfg.run_dir} name two directories; "
                 "leave run_dir out."
             )
-        _check_resumable(directory, cfg)
+        _check_resumable(directory, cfg, further=True)
         return directory, True
     if cfg.run_dir is None:
-        parent = Path("runs") / cfg.name
+        parent = Path("runs") / name_directory(cfg.name)
         if cfg.resume == "auto":
             for directory in sorted(parent.glob("*"), reverse=True):
-                if _unfinished(directory) and not _differences(directory, cfg):
+                if _unfinished(directory) and not _differences(read_config(directory), cfg):
                     return directory, True
         return _new_directory(parent, cfg), False
     directory = Path(cfg.run_dir)
@@ -114,42 +150,80 @@ def _create(directory: Path, cfg: DictConfig) -> None:
         raise UsageError(f"run_dir={directory} cannot be made: {error}.") from None
 
 
-def _check_resumable(directory: Path, cfg: DictConfig) -> None:
+def update_config(directory: Path, cfg: DictConfig) -> None:
+    """Writes the settings that a run goes on with; where it was placed at first stays."""
+    before, now = read_config(directory), OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(now, dict)
+    now |= {name: before.get(name) for name in ("run_dir", "resume")}
+    write_text(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(now)))
+
+
+def _check_resumable(directory: Path, cfg: DictConfig, *, further: bool = False) -> None:
+    """Raises if no run can go on there; `further` allows it more frames than it was to have."""
     if not (directory / CHECKPOINT).exists():
         raise UsageError(
             f"{directory} has no {CHECKPOINT} to resume from; "
             "start a new run without `resume`, or name the directory of another."
         )
-    _raise_if_different(directory, cfg)
-    if (directory / "summary.json").exists():
-        raise UsageError(f"The run in {directory} is complete; its summary.json has the score.")
-
-
-def _raise_if_different(directory: Path, cfg: DictConfig) -> None:
-    if different := _differences(directory, cfg):
+    _raise_if_different(directory, cfg, further=further)
+    complete = (directory / "summary.json").exists()
+    if complete and not (further and _goes_further(read_config(directory), cfg)):
         raise UsageError(
-            f"{directory} is of another config: it was made with {' '.join(different)}. "
-            "Give these values to go on with it, or start a new run without `resume`."
+            f"The run in {directory} is complete; its summary.json has the score. To take it "
+            f"further, give {resume_word(directory)} and more than total_frames={cfg.total_frames}."
         )
 
 
-def _differences(directory: Path, cfg: DictConfig) -> list[str]:
-    """What the run in the directory was made with where that is not what is asked for now."""
+def _goes_further(there: dict[str, Any], cfg: DictConfig) -> bool:
+    return cfg.total_frames > there.get("total_frames", math.inf)
+
+
+def _raise_if_different(directory: Path, cfg: DictConfig, *, further: bool = False) -> None:
+    there = read_config(directory)
+    different = _differences(there, cfg)
+    if further and _goes_further(there, cfg):
+        different.pop("total_frames", None)
+    if different:
+        words = [f"{name}={before} ({now} was given)" for name, (before, now) in different.items()]
+        raise UsageError(
+            f"{directory} is of another config: it was made with {', '.join(words)}. "
+            f"{resume_word(directory)} alone goes on with it; a new run needs another directory."
+        )
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Returns the settings that a run was made with."""
     try:
-        there = flatten(OmegaConf.to_container(OmegaConf.load(directory / "config.yaml")))
+        loaded = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
+    except FileNotFoundError:
+        raise UsageError(
+            f"{directory} has no config.yaml, so it is not the directory of a run; name another, "
+            "or start a new run without `resume`."
+        ) from None
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(
             f"{directory / 'config.yaml'} cannot be read ({reason}); move the directory away, or "
             "start a new run without `resume`."
         ) from None
-    here = flatten(OmegaConf.to_container(cfg, resolve=True))
-    names = sorted(there.keys() | here.keys())
-    return [
-        f"{name}={there.get(name, 'nothing')}"
-        for name in names
-        if name.split(".")[0] not in FREE and there.get(name) != here.get(name)
-    ]
+    if not isinstance(loaded, dict):
+        raise UsageError(f"{directory / 'config.yaml'} is not the config of a run.")
+    return {str(name): value for name, value in loaded.items()}
+
+
+def _differences(saved: dict[str, Any], cfg: DictConfig) -> dict[str, tuple[Any, Any]]:
+    """Returns by name what a run was made with, and what is asked for now, where these differ."""
+    there, here = flatten(saved), flatten(OmegaConf.to_container(cfg, resolve=True))
+    different = {}
+    for name in sorted(there.keys() | here.keys()):
+        values = there.get(name, "nothing"), here.get(name, "nothing")
+        decided = name in _DECIDED and None in values
+        if values[0] != values[1] and not decided and not {name, name.split(".")[0]} & FREE:
+            different[name] = values
+    for kind in [name for name in different if name.endswith(".kind")]:  # the rest follows from it
+        group = kind.removesuffix("kind")
+        different = {n: v for n, v in different.items() if n == kind or not n.startswith(group)}
+    return different
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -76,5 +77,18 @@ def stopped_by_errors(directory: Path) -> Iterator[None]:
     except OSError as error:
         raise UsageError(
             f"{error.filename or directory} cannot be written ({error.strerror}); all that was "
-            f"written before is whole. Make room, then go on with resume={directory}."
+            f"written before is whole. Make room, then go on with {resume_word(directory)}."
         ) from None
+
+
+def resume_word(directory: Path) -> str:
+    """Returns `resume=DIR` as a shell and Hydra take it, in quotes where they need them."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser  # not for a report
+    from hydra.core.override_parser.types import Quote, QuotedString
+    from hydra.errors import HydraException
+
+    word = f"resume={directory}"
+    with suppress(HydraException):
+        if OverridesParser.create().parse_override(word).value() == str(directory):
+            return shlex.quote(word)
+    return shlex.quote("resume=" + QuotedString(str(directory), Quote.double).with_quotes())

@@ -14,9 +14,14 @@ from nmer_recipes.errors import UsageError
 
 
 class Logger(Protocol):
-    """Takes rows of metrics; `id` is what a resumed run gives back to it."""
+    """Takes rows of metrics.
+
+    `id` is what a resumed run gives back to it. `place` tells where the rows are: a run that goes
+    on elsewhere sends those that it has.
+    """
 
     id: str | None
+    place: str
 
     def log(self, metrics: dict[str, float], frames: int) -> None:
         """Takes the metrics at that many environment frames."""
@@ -87,7 +92,7 @@ def _summary_writer() -> Any:
 class NoLogger:
     """Leaves it at `metrics.csv`."""
 
-    id = None
+    id, place = None, "metrics.csv"
 
     def log(self, metrics: dict[str, float], frames: int) -> None:
         """Nothing to do."""
@@ -124,6 +129,7 @@ class WandbLogger:
             settings=wandb.Settings(silent=True, console="off"),
         )
         self.id: str | None = self._run.id
+        self.place = f"wandb, {cfg.logger.project}, {mode or 'online'}"
         if keyless:
             place = Path(self._run.dir).parent
             print(
@@ -147,7 +153,7 @@ class WandbLogger:
 class TensorboardLogger:
     """TensorBoard's event files in the run directory."""
 
-    id = None
+    id, place = None, "tensorboard"
 
     def __init__(self, directory: Path) -> None:
         self._writer = _summary_writer()(str(directory))

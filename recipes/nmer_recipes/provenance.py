@@ -1,4 +1,4 @@
-"""Where the numbers of a run come from: the commit, the state of its tree, the processor."""
+"""Where the numbers of a run come from: version, commit and the state of its tree, machine."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import nmer_torchrl
+
 
 def describe_source() -> dict[str, Any]:
-    """Returns the commit (None outside a clone), whether its tree is clean, and the processor."""
+    """Returns version, commit (None outside a clone), whether its tree is clean, and machine."""
     commit = _git("rev-parse", "HEAD")
     return {
+        "version": nmer_torchrl.__version__,
         "commit": commit,
         "clean": None if commit is None else _git("status", "--porcelain") == "",
         "processor": _processor(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
     }
 
 

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import math
-import shlex
 import signal
 import sys
 import time
@@ -17,15 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from torch import Tensor
 from tqdm import tqdm
 
-from nmer_recipes.directories import find_directory
+from nmer_recipes.directories import find_directory, update_config
 from nmer_recipes.files import stopped_by_errors, told_of_errors, write_text
 from nmer_recipes.loggers import Logger, check_logger, make_logger
 from nmer_recipes.provenance import describe_source
+from nmer_recipes.resume import resume_command
 from nmer_recipes.scores import WINDOW, duration
+from nmer_recipes.used import settle
 
 COLUMNS = (
     "frames",
@@ -88,13 +91,15 @@ class Run:
     def __init__(self, cfg: DictConfig) -> None:
         self.cfg = cfg
         check_logger(cfg)
+        settle(cfg)
         self.directory, self.resumed = find_directory(cfg)
         self.clock = Clock()
         self.rows: list[dict[str, float]] = []
-        self.updates = 0
+        self.frames = self.updates = 0
         self.interrupted: int | None = None
         self.seconds = 0.0  # before the last interruption
         self.logger_id: str | None = None
+        self._logged_to: str | None = None  # before the last interruption
         self.sources = [describe_source()]  # more than one if it went on elsewhere
         self._losses: dict[str, tuple[Tensor, int]] = {}  # sum and number since the last row
         self._started = self._marked = time.perf_counter()
@@ -108,16 +113,27 @@ class Run:
         cfg = self.cfg
         self._logger = make_logger(cfg, self.directory, self.logger_id)
         self.logger_id = self._logger.id
+        if self._logger.place != self._logged_to:
+            for row in self.rows:
+                self._send(row)
+        self._logged_to = self._logger.place
         self._started = self._marked = time.perf_counter()
         with stopped_by_errors(self.directory):
+            if self.resumed:
+                (self.directory / "summary.json").unlink(missing_ok=True)  # it is taken further
+                update_config(self.directory, cfg)
             self._write_metrics()
-        done = int(self.rows[-1]["frames"]) if self.rows else 0
         self.bar = tqdm(
             total=cfg.total_frames, desc=cfg.name, unit="frame", mininterval=1, disable=None
         )
-        how = "goes on in" if self.resumed else "writes to"
-        self.bar.write(f"{cfg.name} {how} {self.directory}", file=sys.stderr)
-        self.bar.update(done)
+        if self.resumed:
+            what = f"goes on in {self.directory} after frame {self.frames} of {cfg.total_frames}"
+        elif cfg.resume == "auto" and not _in_sweep():
+            what = f"begins in {self.directory}: resume=auto found no run to go on with"
+        else:
+            what = f"writes to {self.directory}"
+        self.bar.write(f"{cfg.name} {what}", file=sys.stderr)
+        self.bar.update(self.frames)
         self._handlers = {
             number: signal.signal(number, self._interrupt)
             for number in (signal.SIGINT, signal.SIGTERM)
@@ -148,6 +164,7 @@ class Run:
 
     def count(self, frames: int) -> None:
         """Notes one frame."""
+        self.frames = frames
         if self.updates:
             self._tell_length(frames)
         self.bar.update(frames - self.bar.n)
@@ -174,11 +191,16 @@ class Run:
         self.rows.append(row)
         with told_of_errors(self._metrics):
             self._write_metrics()
-        if self._logger is not None:
-            self._logger.log({k: v for k, v in row.items() if k != "frames"}, frames)
+        self._send(row)
         self.bar.set_postfix(eval_return=f"{row['eval/return']:.1f}", refresh=False)
         self._mark(now, frames)
         returns.clear()
+
+    def _send(self, row: dict[str, float]) -> None:
+        """Gives a row to the logger."""
+        if self._logger is not None:
+            metrics = {name: value for name, value in row.items() if name != "frames"}
+            self._logger.log(metrics, int(row["frames"]))
 
     def _mark(self, now: float, frames: int) -> None:
         self._marked, self._marked_at = now, (frames, self.updates)
@@ -227,13 +249,14 @@ class Run:
 
     def stop(self) -> None:
         """Ends an interrupted run, and says how to continue it."""
-        again = [item for item in sys.argv if not item.startswith("resume=")]
-        command = shlex.join(["python", *again, f"resume={self.directory}"])
+        command = resume_command(self.directory, self.cfg.algorithm)
         print(f"Stopped; a checkpoint is written. To go on: {command}", file=sys.stderr)
+        if _in_sweep():
+            print("The sweep's command again does all that is left of it.", file=sys.stderr)
         raise SystemExit(128 + int(self.interrupted or 0))
 
-    def finish(self) -> None:
-        """Writes `curve.png` and `summary.json`."""
+    def finish(self) -> float:
+        """Writes `curve.png` and `summary.json`; returns the score."""
         seconds = self.seconds + time.perf_counter() - self._started
         names = ("torch", "torchrl", "tensordict", "gymnasium", "mujoco")
         summary = {
@@ -260,22 +283,27 @@ class Run:
             f"evaluations), {self.updates:,} updates in {duration(seconds)}; "
             f"see {self.directory}"
         )
+        return self.score
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows, counters and the logger's id."""
+        """Rows, counters and where they were logged."""
         return {
             "rows": self.rows,
+            "frames": self.frames,
             "updates": self.updates,
             "losses": {name: [float(total), n] for name, (total, n) in self._losses.items()},
             "marked_at": list(self._marked_at),
             "seconds": self.seconds + time.perf_counter() - self._started,
             "logger_id": self.logger_id,
+            "logged_to": self._logged_to,
             "sources": self.sources,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from there."""
         self.rows, self.updates = list(state["rows"]), state["updates"]
+        self.frames = state.get("frames", state["marked_at"][0])  # not in version 0.1
+        self._logged_to = state.get("logged_to")
         self._losses = {
             name: (torch.tensor(total, dtype=torch.float64, device=self.cfg.device), number)
             for name, (total, number) in state["losses"].items()
@@ -284,6 +312,10 @@ class Run:
         self.seconds, self.logger_id = state["seconds"], state["logger_id"]
         before = state.get("sources", [])  # none in checkpoints of version 0.1
         self.sources = before + [source for source in self.sources if source not in before]
+
+
+def _in_sweep() -> bool:
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def _draw_curve(path: Path, rows: list[dict[str, float]], name: str) -> None:

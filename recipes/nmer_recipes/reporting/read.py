@@ -67,7 +67,7 @@ class RunData:
     @property
     def setting(self) -> tuple[tuple[str, str], ...]:
         """The config without what may differ between seeds."""
-        names = {name for name in self.config if name.split(".")[0] not in _FREE}
+        names = {name for name in self.config if not {name, name.split(".")[0]} & _FREE}
         if self.config.get("collector.kind", "local") != "local":
             names |= self.config.keys() & set(_REMOTE)
         values = ((name, self.config[name]) for name in sorted(names))

@@ -1,0 +1,115 @@
+"""Going on with a run by the name of its directory alone."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from nmer_recipes.directories import read_config
+from nmer_recipes.errors import UsageError
+from nmer_recipes.files import resume_word
+from nmer_recipes.settings import CONF, choices_of, find_groups
+
+# Chosen anew for another device, unless they are given.
+_BY_DEVICE = ("storage_device", "compile", "replay.search")
+
+
+def add_choices(words: Sequence[str]) -> list[str]:
+    """Returns the files of config groups that the run of `resume=DIR` has, as overrides.
+
+    Groups for which the command line has a choice are left out. Hydra composes the config by them,
+    so that it knows the settings that the run has.
+
+    Args:
+        words: The command line.
+    """
+    given = {override.key_or_group: override for override in _parse(words)}
+    directory = given["resume"].value() if "resume" in given else None
+    if directory in (None, "auto") or given["resume"].is_sweep_override():
+        return []
+    choices = _find_choices(read_config(Path(str(directory))))
+    return [f"{group}={choice}" for group, choice in choices.items() if group not in given]
+
+
+def _find_choices(saved: dict[str, Any]) -> dict[str, str]:
+    """Returns the file that a run has of each config group, as far as its config tells."""
+    found = {}
+    for group in sorted(find_groups()):
+        settings = saved.get(group) or {}
+        for choice in (settings.get("kind"), settings.get("name")):
+            if choice and (choice in choices_of(group) or group == "replay"):
+                found[group] = choice
+                break
+    return found
+
+
+def continue_config(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
+    """Returns the config of the run that `cfg.resume` names, with what the command line changes.
+
+    The choice of a group that the run has, such as `replay=nmer`, changes nothing below it.
+
+    Args:
+        cfg: Composed from the command line.
+        words: The command line as it was typed.
+    """
+    saved, composed = read_config(Path(cfg.resume)), OmegaConf.to_container(cfg)
+    assert isinstance(composed, dict)
+    if saved.get("algorithm") != cfg.algorithm:
+        raise UsageError(
+            f"{cfg.resume} holds a run of {saved.get('algorithm')}, but {cfg.algorithm}.py trains "
+            f"{cfg.algorithm}."
+        )
+    typed = {override.key_or_group: override.value() for override in _parse(words)}
+    same = {group for group, choice in _find_choices(saved).items() if typed.get(group) == choice}
+    given = {"resume", "run_dir", *typed} - same
+    if "device" in given and cfg.device != saved.get("device"):
+        given |= {name for name in _BY_DEVICE if OmegaConf.select(cfg, name) is not None}
+    # What was added to the recipes after the run had begun has its default.
+    merged = saved | {name: value for name, value in composed.items() if name not in saved}
+    for name in sorted(given & set(_names(composed))):  # groups come before what is below them
+        _copy(composed, merged, name)
+    continued = OmegaConf.create(merged)
+    OmegaConf.set_struct(continued, True)
+    return continued
+
+
+def resume_command(directory: Path, algorithm: str) -> str:
+    """Returns the command that goes on with a run, in words that shell and Hydra take."""
+    script = CONF.parent / f"{algorithm}.py"
+    if script.is_relative_to(Path.cwd()):
+        script = script.relative_to(Path.cwd())
+    return f"python {shlex.quote(str(script))} {resume_word(directory)}"
+
+
+def _parse(words: Sequence[str]) -> list[Override]:
+    """Returns the overrides among the words of a command line."""
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    try:
+        return OverridesParser.create().parse_overrides(overrides)
+    except HydraException:
+        return []  # Hydra says what is wrong with them
+
+
+def _names(tree: dict[Any, Any], prefix: str = "") -> list[str]:
+    """Returns the dotted names of all settings, and of the mappings that hold them."""
+    names = []
+    for name, value in tree.items():
+        names.append(f"{prefix}{name}")
+        if isinstance(value, dict):
+            names += _names(value, f"{prefix}{name}.")
+    return names
+
+
+def _copy(source: dict[Any, Any], target: dict[Any, Any], name: str) -> None:
+    """Copies the setting of a dotted name."""
+    *path, last = name.split(".")
+    for part in path:
+        source, target = source[part], target.setdefault(part, {})
+    target[last] = source[last]

@@ -1,0 +1,132 @@
+"""Runs that go on by the name of their directory, to where they were to end or further."""
+
+import json
+import os
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+from recipe_helpers import TINY, metrics, start, train, train_and_kill, without_times
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from nmer_recipes.directories import name_directory  # isort: skip
+from nmer_recipes.runs import Run  # isort: skip
+
+NAME = "env=a,replay=b"  # as in a sweep
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "first"),
+    [
+        ("td3", ["replay=uniform"], train),
+        ("td3", ["replay=nmer", "storage=memmap"], train_and_kill),
+        ("sac", ["replay=per_nmer"], train),
+        ("sac", ["replay=ct"], train_and_kill),
+    ],
+)
+def test_a_run_is_taken_further_number_for_number(recipe, options, first, tmp_path):
+    options = [*options, "random_frames=20"]
+    whole = train(recipe, tmp_path / "whole", *options, "total_frames=72")
+    part = tmp_path / "part"
+    first(recipe, part, *options)
+    start(recipe, f"resume={part}", "total_frames=72", cwd=tmp_path)
+    assert without_times(metrics(part)) == whole
+    assert len({row["train/loss_qvalue"] for row in whole}) == 3
+    assert json.loads((part / "summary.json").read_text())["frames"] == 72
+    assert yaml.safe_load((part / "config.yaml").read_text())["total_frames"] == 72
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Holds the complete run NAME."""
+    folder = tmp_path_factory.mktemp("runs")
+    options = ["replay=per_nmer", "replay.k=3", "compile=auto", "target_entropy=null"]
+    start("sac", *TINY, *options, f'run_dir="{NAME}"', cwd=folder)
+    return folder
+
+
+def test_the_config_of_a_run_has_what_it_used(folder):
+    config = yaml.safe_load((folder / NAME / "config.yaml").read_text())
+    assert (config["replay"]["search"], config["replay"]["k"]) == ("graph", 3)
+    assert (config["compile"], config["target_entropy"]) == (False, -1.0)
+    (source,) = json.loads((folder / NAME / "summary.json").read_text())["sources"]
+    assert all(source[name] for name in ("version", "commit", "processor", "platform", "python"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], r"is complete; .* give 'resume=\S*' and more than total_frames=48"),
+        (["total_frames=72", "gamma=0.9"], r"made with gamma=0\.99 \(0\.9 was given\)\."),
+        (
+            ["total_frames=72", "replay=nmer"],
+            r"made with replay\.kind=per_nmer \(nmer was given\)\.",
+        ),
+        (["total_frames=44"], r"made with total_frames=48 \(44 was given\)\."),
+    ],
+)
+def test_what_is_given_beside_a_run_must_agree_with_it(words, message, folder):
+    with pytest.raises(SystemExit, match=message):
+        start("sac", f'resume="{NAME}"', *words, cwd=folder)
+    assert (folder / NAME / "summary.json").exists()
+
+
+def test_a_directory_without_a_run_and_a_run_of_another_recipe_are_refused(folder):
+    with pytest.raises(SystemExit, match=r"nowhere has no config\.yaml"):
+        start("td3", "resume=nowhere", cwd=folder)
+    with pytest.raises(SystemExit, match=r"holds a run of sac, but td3\.py"):
+        start("td3", f'resume="{NAME}"', cwd=folder)
+
+
+def test_another_logger_receives_the_rows_so_far(folder, capsys):
+    same = ["replay=per_nmer", "seed=0"]  # as the run has them; its k stays
+    words = [*same, "total_frames=60", "eval_every=24", "logger=tensorboard"]
+    start("sac", f'resume="{NAME}"', *words, cwd=folder)
+    assert f"goes on in {NAME} after frame 48 of 60" in capsys.readouterr().err
+    events = EventAccumulator(str(folder / NAME)).Reload()
+    assert [event.step for event in events.Scalars("eval/return")] == [24, 48]
+    assert yaml.safe_load((folder / NAME / "config.yaml").read_text())["replay"]["k"] == 3
+
+
+def test_ctrl_c_in_a_sweep_prints_a_command_that_runs(tmp_path, monkeypatch, capsys):
+    sweep = ["-m", *TINY, "replay=uniform", "seed=0,1"]
+    count = Run.count
+
+    def interrupt(self, frame):
+        count(self, frame)
+        if frame == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "count", interrupt)
+        with pytest.raises(SystemExit) as ended:
+            start("td3", *sweep, cwd=tmp_path)
+    assert ended.value.code == 130
+    told = capsys.readouterr().err
+    assert "The sweep's command again does all that is left of it." in told
+    _, script, word = shlex.split(told.split("To go on: ")[1].splitlines()[0])
+    start(Path(script).stem, word, cwd=tmp_path)
+    assert "after frame 20 of 48" in capsys.readouterr().err
+    (done,) = tmp_path.glob("runs/td3/*/summary.json")
+    before = done.stat().st_mtime_ns
+    start("td3", *sweep, cwd=tmp_path)
+    assert len(list(tmp_path.glob("runs/td3/*/summary.json"))) == 2
+    assert done.stat().st_mtime_ns == before
+
+
+def test_directories_of_a_sweep_are_short_and_apart():
+    results = Path(__file__).parents[1] / "docs" / "results"
+    plain = [path.parent.name for path in results.glob("*/*/config.yaml")]
+    assert len(plain) > 50
+    assert [name_directory(name, "td3") for name in plain] == plain
+    long = ",".join(f"setting_{n}=a/value" for n in range(30))
+    texts = ["env.id=ALE/Arm-v5", "env.id=ALE-Arm-v5", long, long + "s", "é" * 150]
+    names = [name_directory(text, "td3-Arm-nmer-seed0") for text in texts]
+    assert len(set(names)) == len(texts)
+    for name in names:
+        assert len(name.encode()) <= 255
+        assert "/" not in name
+    assert names[0].startswith("td3-Arm-nmer-seed0,env.id=ALE-Arm-v5-")
+    assert names[1] == texts[1]
