@@ -30,6 +30,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("report"), help="where to write to")
     parser.add_argument("--at", type=int, metavar="FRAMES", help="score at this step of every run")
     parser.add_argument("--reps", type=int, default=REPS, help="bootstrap samples (%(default)s)")
+    parser.add_argument("--no-pdf", action="store_true", help="write figures as PNG alone")
     options = parser.parse_args(arguments)
     if not options.runs and not options.wandb:
         parser.error("name a directory of runs, as in `report.py runs`, or --wandb ENTITY/PROJECT")
@@ -64,7 +65,8 @@ def report(options: argparse.Namespace) -> None:
             "evaluation; make one by `python recipes/td3.py env=InvertedPendulum "
             "total_frames=2000 random_frames=500 logger=csv`, or name another directory."
         )
-    write_report(options.out, cells, notices, tell, reps=options.reps)
+    how = {"reps": options.reps, "pdf": not options.no_pdf}
+    write_report(options.out, cells, notices, tell, **how)
     count = sum(len(cell.runs) for cell in cells)
     print(f"{count} runs of {len(cells)} settings: see {options.out / 'report.md'}")
 

@@ -25,7 +25,7 @@ from rliable import library, metrics
 import report  # isort: skip
 from nmer_recipes import paper  # isort: skip
 from nmer_recipes.runs import Run  # isort: skip
-from nmer_recipes.reporting import cells, estimates, figures, notices, read, tables, text  # isort: skip
+from nmer_recipes.reporting import cells, estimates, figures, latex, notices, read, tables, text  # isort: skip
 
 REPS = ["--reps", "20"]
 
@@ -475,6 +475,42 @@ def test_a_learned_alpha_is_a_method_of_its_own():
     assert paper.result("td3", "Hopper", run.method) is None
 
 
+# Tasks
+
+
+def name_task(**changes):
+    (cell,) = cells.make_cells([make_run(**changes)], fail)
+    return cell.task.name
+
+
+def test_a_task_is_named_by_its_id_its_arguments_and_its_wrappers():
+    assert name_task() == "Hopper-v5"  # as in older configs, which have no id
+    assert name_task(env__id="Hopper-v5", env__kwargs={}, env__wrappers=[]) == "Hopper-v5"
+    own = {"env__name": "MyArm", "env__version": "v1", "env__id": "my_arm:MyArm-v0"}
+    assert name_task(**own) == "my_arm:MyArm-v0"
+    more = {"env__kwargs": {"gravity": 3.0, "robot": {"arms": 2}}, "env__wrappers": ["a.B", "C"]}
+    assert name_task(**own, **more) == "my_arm:MyArm-v0 gravity=3 robot.arms=2 a.B C"
+
+
+def test_the_better_of_two_tasks_does_not_stand_for_the_method():
+    ids = ({"env__id": "Hopper-v5"}, {"env__id": "my_arm:Hopper-v5"})
+    kinds = [*ids, {**ids[0], "env__kwargs": {"x": None}}, {**ids[0], "env__wrappers": ["a.B"]}]
+    runs = [run for i, kind in enumerate(kinds) for run in constant_runs([i], **kind)]
+    comparison = one_comparison(runs)
+    assert [cell.mean for cell in comparison.cells] == [0, 3, 2, 1]  # in order of their names
+    frame = tables.make_table(comparison, reps=20)
+    quoted = frame[frame["seeds"].isna()]
+    assert set(quoted["env"]) == {"Hopper"}  # others have no row of the paper's
+    shown = text.show_glance(frame, tables.make_pooled_table(comparison, reps=20))[1]
+    assert [row[0] for row in shown[:2]] == ["Hopper-v5", "Hopper-v5 a.B"]
+
+
+def test_another_word_for_the_same_task_makes_no_setting():
+    runs = [make_run(), make_run(seed=1, env__name="gym", env__id="Hopper-v5", env__wrappers=[])]
+    (cell,) = cells.make_cells(runs, fail)
+    assert len(cell.runs) == 2
+
+
 # What is told loudly
 
 
@@ -664,7 +700,7 @@ def write_sweep(root):
 def test_the_whole_report(tmp_path, capsys):
     write_sweep(tmp_path / "runs")
     out = tmp_path / "report"
-    report.main([str(tmp_path / "runs"), "--out", str(out), *REPS])
+    report.main([str(tmp_path / "runs"), "--out", str(out), "--no-pdf", *REPS])
     shown = capsys.readouterr()
     assert "21 runs of 6 settings" in shown.out
     assert "FEW SEEDS" in shown.err
@@ -712,8 +748,18 @@ def written(tmp_path_factory):
     write_sweep(root / "runs")
     write_run(root / "runs" / "odd", replay__kind="per_nmer", run_notes="50 % & more_|_{x}")
     write_run(root / "runs" / "odd2", replay__kind="per_nmer", run_notes="a#b$c~^\\")
-    report.main([str(root / "runs"), "--out", str(root / "out"), *REPS])
+    report.main([str(root / "runs"), "--out", str(root / "out"), "--no-pdf", *REPS])
     return root / "out"
+
+
+def test_figures_come_as_pdf_too(written, tmp_path):
+    assert {path.suffix for path in written.iterdir()} == {".md", ".csv", ".tex", ".png"}
+    write_run(tmp_path / "run")
+    report.main([str(tmp_path / "run"), "--out", str(tmp_path / "out"), *REPS])
+    (path,) = (tmp_path / "out").glob("*.pdf")
+    assert path.with_suffix(".png").is_file()
+    assert path.read_bytes().startswith(b"%PDF")
+    assert b"/Type3" not in path.read_bytes()  # fonts that publishers refuse
 
 
 def test_the_markdown_is_well_formed(written):
@@ -725,17 +771,20 @@ def test_the_markdown_is_well_formed(written):
         assert len(table) > 2
 
 
+TABULAR = re.compile(r"\\begin{tabular}{((?:l|p{100pt})+)}\n(.*?)\\end{tabular}", re.DOTALL)
+
+
 def test_the_latex_is_well_formed(written):
     source = (written / "tables.tex").read_text()
     plain = source.replace(r"\\", "")
-    assert source.count(r"\begin{table}") == source.count(r"\end{table}") == 8
-    bodies = re.findall(r"\\begin{tabular}{(l+)}\n(.*?)\\end{tabular}", source, flags=re.DOTALL)
-    assert len(bodies) == 8
+    bodies = TABULAR.findall(source)
+    assert source.count(r"\begin{table}") == source.count(r"\end{table}") == len(bodies) > 8
     for columns, body in bodies:
         lines = [line for line in body.splitlines() if line != r"\hline"]
         for line in lines:
-            assert line.endswith(r" \\")
-            assert len(re.findall(r"(?<!\\)&", line)) == len(columns) - 1
+            assert line.endswith(r" \tabularnewline" if "p" in columns else r" \\")
+            count = len(re.findall("l|p{100pt}", columns))
+            assert len(re.findall(r"(?<!\\)&", line)) == count - 1
     assert plain.isascii()
     assert not re.search(r"(?<!\\)[%#_]", plain)
     assert len(re.findall(r"(?<!\\)\$", plain)) % 2 == 0
@@ -743,6 +792,44 @@ def test_the_latex_is_well_formed(written):
     assert r"50 \% \& more\_|\_\{x\}" in source
     assert r"& $-$" in source
     assert "Hopper-v5" in source
+
+
+@pytest.mark.parametrize(
+    ("entry", "points"),  # as LaTeX itself measures them
+    [
+        ("HalfCheetah-v5", 57.84),
+        ("1743 [1378, 2397]", 63.75),
+        ("-46.5 % (1)", 45.33),
+        ("paper's Δ NMER", 65.67),
+        ("P(> uniform)", 50.89),
+    ],
+)
+def test_entries_are_as_wide_as_in_latex(entry, points):
+    assert points - 0.1 < latex.measure(entry) < points + 2
+
+
+def test_latex_tables_fit_a_page():
+    own = "my_package.robots:MyArmWithALongName-v0 xml_file=robots/arm.xml"
+    header = ["environment", "method", *(f"number {i}" for i in range(9)), "nothing"]
+    rows = [[own, "nmer", *["-5000 [-6000, -4000]"] * 9, "–"]]
+    rows += [["Hopper-v5", f"method {i}", *["5 ± 1"] * 9, "–"] for i in range(60)]
+    source = latex.latex((header, rows), "x", keys=2)
+    assert "nothing" not in source
+    seen = []
+    for columns, body in TABULAR.findall(source):
+        plain = re.sub(r"\\raggedright |\\allowbreak{}| \\tabularnewline| \\\\|\\hline\n", "", body)
+        plain = plain.replace("$-$", "-").replace(r"$\pm$", "±").replace(r"\_", "_")
+        lines = [line.split(" & ") for line in plain.splitlines()]
+        kinds = re.findall("l|p{100pt}", columns)
+        widths = [
+            100 if kind != "l" else max(map(latex.measure, column))
+            for kind, column in zip(kinds, zip(*lines, strict=True), strict=True)
+        ]
+        assert sum(widths) + 6 * len(widths) <= 345
+        assert len(lines) <= 46
+        assert lines[0][:2] == header[:2]
+        seen += [(*line[:2], name) for line in lines[1:] for name in lines[0][2:]]
+    assert sorted(seen) == sorted((*row[:2], name) for row in rows for name in header[2:-1])
 
 
 def test_a_table_at_a_glance():
@@ -764,14 +851,14 @@ def test_a_table_at_a_glance():
     )
 
 
-def test_curves_show_seeds_bands_and_quoted_lines(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+def test_curves_show_seeds_bands_and_quoted_lines():
     runs = constant_runs([100, 200, 300, 400], replay__kind="uniform")
     runs += constant_runs([10, 20], total_frames=100_000)
-    figures.draw_curves(tmp_path / "x.png", one_comparison(runs), ["nmer", "uniform"])
-    short, whole = drawn[0].axes
-    assert short.get_title() == "Hopper-v5 (2 seeds)"
+    runs += constant_runs([10], replay__kind="ct", total_frames=100_000)
+    drawn = figures.draw_curves(one_comparison(runs), ["nmer", "uniform", "ct"])
+    short, whole = drawn.axes
+    assert short.get_ylabel() == "return, mean of last 11 evaluations"
+    assert short.get_title() == "Hopper-v5 (1 to 2 seeds)"
     levels = {line.get_label(): line.get_ydata() for line in whole.lines}
     for name, figure in paper.quoted("Hopper").items():
         assert set(levels[f"{name} (quoted)"]) == {figure.mean}
@@ -785,7 +872,11 @@ def test_curves_show_seeds_bands_and_quoted_lines(tmp_path, monkeypatch):
     edges = band.get_paths()[0].vertices[:, 1]
     std = np.std([100, 200, 300, 400], ddof=1)
     assert (edges.min(), edges.max()) == pytest.approx((250 - std, 250 + std))
-    assert len(short.lines) == 1 + 2  # not at the paper's budget
+    mean, *seeds, single = short.lines  # and none of the paper, whose budget is another
+    assert [line.get_label() for line in (mean, single)] == ["nmer", "ct"]
+    assert all(line.get_linewidth() < mean.get_linewidth() for line in (*seeds, single))
+    styles = {line.get_linestyle() for line in (mean, single, whole.lines[0])}
+    assert len(styles) == 3
 
 
 # The command

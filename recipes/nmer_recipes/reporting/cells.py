@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ class Task:
     """What methods are compared on; other versions and other budgets are other tasks."""
 
     algorithm: str
-    env: str
+    env: str  # the id without its version; a whole name where the task has options
     version: str
     frames: int
 
@@ -160,9 +161,13 @@ def _at_one_step(
     ended = tuple(run for run in (run.until(step) for run in there) if len(run.frames))
     if not ended:
         return []
-    version = str(first.config.get("env.version") or "")
-    algorithm, env = str(first.config["algorithm"]), str(first.config["env.name"])
-    return [(Task(algorithm, env, version, step), ended)]
+    return [(Task(str(first.config["algorithm"]), *_split(first.config["env.task"]), step), ended)]
+
+
+def _split(task: str) -> tuple[str, str]:
+    """Returns the id without its version, and the version; of a task with options, all and none."""
+    found = re.fullmatch(r"(\S+)-(v\d+)", task)
+    return (found[1], found[2]) if found else (task, "")
 
 
 def _differing(groups: list[tuple[RunData, ...]]) -> list[str]:

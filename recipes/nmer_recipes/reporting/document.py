@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from nmer_recipes.reporting.cells import Cell, Comparison, compare
 from nmer_recipes.reporting.estimates import REPS, normalize, profiles
-from nmer_recipes.reporting.figures import draw_curves, draw_differences, draw_profiles
+from nmer_recipes.reporting.figures import draw_curves, draw_differences, draw_profiles, save
+from nmer_recipes.reporting.latex import latex
 from nmer_recipes.reporting.notices import tell_about_cells, tell_about_comparison
 from nmer_recipes.reporting.read import Tell
 from nmer_recipes.reporting.tables import (
@@ -21,7 +23,6 @@ from nmer_recipes.reporting.tables import (
     pool,
 )
 from nmer_recipes.reporting.text import (
-    latex,
     markdown,
     show_glance,
     show_paired_table,
@@ -45,28 +46,40 @@ the paper's figures are of its ablations.
 
 
 def write_report(
-    out: Path, cells: Sequence[Cell], notices: list[str], tell: Tell, *, reps: int = REPS
+    out: Path,
+    cells: Sequence[Cell],
+    notices: list[str],
+    tell: Tell,
+    *,
+    reps: int = REPS,
+    pdf: bool = True,
 ) -> None:
-    """Writes the page, the tables as files of their own, and the figures."""
+    """Writes the page, the tables as files of their own, and the figures, also as PDF."""
     comparisons, about_runs = compare(cells), list(notices)
     tell_about_cells(cells, tell)
     for comparison in comparisons:
         tell_about_comparison(comparison, tell)
     out.mkdir(parents=True, exist_ok=True)
-    methods = ["nmer", "uniform"]  # which have the same colors in every report
+    methods = ["nmer", "uniform"]  # which look the same in every report
     methods += sorted({cell.method for cell in cells} - set(methods))
     tables, paired, pooled, page, tex = [], [], [], [], []
     for comparison in tqdm(comparisons, desc="statistics", unit="comparison", disable=None):
         tables.append(make_table(comparison, reps=reps))
         paired.append(make_paired_table(comparison))
         pooled.append(make_pooled_table(comparison, reps=reps))
-        page.append(_section(out, comparison, tables[-1], paired[-1], pooled[-1], methods, reps))
+        numbers = tables[-1], paired[-1], pooled[-1]
+        section, figures = _section(comparison, *numbers, methods, reps)
+        for name, figure in figures.items():
+            save(figure, out / name, pdf=pdf)
+        page.append(section)
         glance = show_glance(tables[-1], pooled[-1])
-        tex.append(latex(glance, f"{comparison.title}: mean ± standard deviation"))
-        tex.append(latex(show_table(tables[-1]), f"{comparison.title}: all statistics"))
+        title = comparison.title
+        tex.append(latex(glance, f"{title}: mean ± standard deviation", keys=1))
+        tex.append(latex(show_table(tables[-1]), f"{title}: all statistics", keys=3))
         if len(paired[-1]):
-            tex.append(latex(show_paired_table(paired[-1]), f"{comparison.title}: seed by seed"))
-        tex.append(latex(show_pooled_table(pooled[-1]), f"{comparison.title}: all tasks"))
+            shown = show_paired_table(paired[-1], by_seed=False)  # whose list would fill pages
+            tex.append(latex(shown, f"{title}: differences seed by seed", keys=3))
+        tex.append(latex(show_pooled_table(pooled[-1]), f"{title}: all tasks", keys=1))
     _join(tables).to_csv(out / "table.csv", index=False)
     _join(paired).to_csv(out / "paired.csv", index=False)
     _join(pooled).to_csv(out / "pooled.csv", index=False)
@@ -85,23 +98,23 @@ def _join(frames: list[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _section(
-    out: Path,
     comparison: Comparison,
     table: pd.DataFrame,
     paired: pd.DataFrame,
     pooled: pd.DataFrame,
     methods: list[str],
     reps: int,
-) -> str:
+) -> tuple[str, dict[str, Figure]]:
+    """Returns the page's part on a comparison, and its figures by the names of their files."""
     name = f"{comparison.algorithm}-{comparison.name}"
-    draw_curves(out / f"curves-{name}.png", comparison, methods)
+    figures = {f"curves-{name}.png": draw_curves(comparison, methods)}
     parts = [
         f"## {comparison.title}\n",
         markdown(show_glance(table, pooled)),
         markdown(show_table(table)),
     ]
     if len(paired):
-        draw_differences(out / f"differences-{name}.png", comparison, paired, methods)
+        figures[f"differences-{name}.png"] = draw_differences(comparison, paired, methods)
         parts += ["Differences seed by seed:\n", markdown(show_paired_table(paired))]
         parts.append(f"![Differences seed by seed](differences-{name}.png)\n")
     parts += ["All tasks:\n", markdown(show_pooled_table(pooled))]
@@ -109,9 +122,9 @@ def _section(
     _, scores = pool(comparison)
     if has_enough(scores):
         shares = profiles(normalize(scores), reps=reps)
-        draw_profiles(out / f"profiles-{name}.png", comparison.title, shares, methods)
+        figures[f"profiles-{name}.png"] = draw_profiles(comparison.title, shares, methods)
         parts.append(f"![Performance profiles](profiles-{name}.png)\n")
-    return "\n".join(parts)
+    return "\n".join(parts), figures
 
 
 def _settings(cells: Sequence[Cell]) -> pd.DataFrame:

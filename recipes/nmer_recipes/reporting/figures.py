@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,12 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from nmer_recipes import paper
 from nmer_recipes.reporting.cells import Cell, Comparison, Task
 from nmer_recipes.reporting.estimates import Profile
+from nmer_recipes.scores import WINDOW
 
 _COLUMNS = 3  # panels side by side
+# Of a method's mean, by its place in the report, as its color is.
+_STYLES = ["-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (3, 1)), (0, (8, 3))]
+_MEAN, _SINGLE, _SEED = 2.0, 1.1, 0.5  # widths of lines
 _DASHES = {
     "SUNRISE": (0, (6, 2)),
     "POPLIN-P": (0, (4, 2, 1, 2)),
@@ -28,12 +33,23 @@ _DASHES = {
 }
 
 
-def _color(methods: list[str], method: str) -> Any:
-    return matplotlib.colormaps["tab10"](methods.index(method) % 10)
+def save(figure: Figure, path: Path, *, pdf: bool = True) -> None:
+    """Writes a figure as PNG, which the page shows, and beside it as PDF for a paper."""
+    figure.savefig(path.with_suffix(".png"), dpi=110)
+    if pdf:  # with fonts that every publisher takes, and no date, so that it comes out the same
+        with matplotlib.rc_context({"pdf.fonttype": 42}):
+            figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})
 
 
-def draw_curves(path: Path, comparison: Comparison, methods: list[str]) -> None:
-    """A panel for each task; `methods` are all of the report, so that each keeps its color."""
+def _look(methods: list[str], method: str) -> dict[str, Any]:
+    """Returns a method's color and style of line."""
+    place = methods.index(method)
+    color = matplotlib.colormaps["tab10"](place % 10)
+    return {"color": color, "linestyle": _STYLES[place % len(_STYLES)]}
+
+
+def draw_curves(comparison: Comparison, methods: list[str]) -> Figure:
+    """A panel for each task; `methods` are all of the report, so that each keeps its look."""
     tasks = comparison.tasks
     columns = 2 if len(tasks) == 4 else min(_COLUMNS, len(tasks))
     lines = math.ceil(len(tasks) / columns)
@@ -42,7 +58,7 @@ def draw_curves(path: Path, comparison: Comparison, methods: list[str]) -> None:
     for axes, task in zip(grid.flat, tasks, strict=False):
         for method in comparison.methods:
             if (cell := comparison.cell(task, method)) is not None:
-                _draw_cell(axes, cell, _color(methods, method))
+                _draw_cell(axes, cell, _look(methods, method))
         _draw_quoted(axes, task)
         counts = [len(cell.runs) for cell in comparison.cells if cell.task == task]
         axes.set_title(_title(task, counts), fontsize=10)
@@ -53,7 +69,8 @@ def draw_curves(path: Path, comparison: Comparison, methods: list[str]) -> None:
     for axes in grid.flat[len(tasks) :]:
         axes.set_axis_off()
     for axes in grid[:, 0]:
-        axes.set_ylabel("return")
+        axes.set_ylabel(f"return, mean of last {WINDOW} evaluations")
+    figure.align_ylabels(grid[:, 0])
     handles = {
         label: handle
         for axes in grid.flat
@@ -61,28 +78,37 @@ def draw_curves(path: Path, comparison: Comparison, methods: list[str]) -> None:
     }
     figure.suptitle(comparison.title, fontsize=11)
     figure.legend(
-        list(handles.values()), list(handles), loc="outside lower center", ncols=5, fontsize=9
+        list(handles.values()),
+        list(handles),
+        loc="outside lower center",
+        ncols=5,
+        fontsize=9,
+        handlelength=3.5,  # long enough to tell the styles apart
     )
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 def _title(task: Task, counts: list[int]) -> str:
     """As in `Hopper-v5 (1 to 4 seeds)`."""
     least, most = min(counts), max(counts)
     seeds = str(most) if least == most else f"{least} to {most}"
-    return f"{task.name} ({seeds} seed{'s' if most > 1 else ''})"
+    return textwrap.fill(f"{task.name} ({seeds} seed{'s' if most > 1 else ''})", 50)
 
 
-def _draw_cell(axes: Axes, cell: Cell, color: Any) -> None:
-    """The mean of the smoothed returns over seeds, one standard deviation around it, and each."""
+def _draw_cell(axes: Axes, cell: Cell, look: dict[str, Any]) -> None:
+    """The mean of the smoothed returns over seeds, one standard deviation around it, and each.
+
+    A single run is no mean, and its line is thinner than one.
+    """
     frames = reduce(np.intersect1d, [run.frames for run in cell.runs])
     curves = np.stack([run.smooth_returns[np.isin(run.frames, frames)] for run in cell.runs])
     mean = curves.mean(0)
-    axes.plot(frames, mean, color=color, label=cell.method)
+    width = _MEAN if len(curves) > 1 else _SINGLE
+    axes.plot(frames, mean, label=cell.method, linewidth=width, **look)
     if len(curves) > 1:
-        std = curves.std(0, ddof=1)
+        std, color = curves.std(0, ddof=1), look["color"]
         axes.fill_between(frames, mean - std, mean + std, color=color, alpha=0.15, linewidth=0)
-        axes.plot(frames, curves.T, color=color, alpha=0.5, linewidth=0.6)
+        axes.plot(frames, curves.T, color=color, alpha=0.5, linewidth=_SEED)
 
 
 def _draw_quoted(axes: Axes, task: Task) -> None:
@@ -97,9 +123,7 @@ def _draw_quoted(axes: Axes, task: Task) -> None:
         )
 
 
-def draw_differences(
-    path: Path, comparison: Comparison, paired: pd.DataFrame, methods: list[str]
-) -> None:
+def draw_differences(comparison: Comparison, paired: pd.DataFrame, methods: list[str]) -> Figure:
     """A panel for each task: the score of one method less another's, with its interval."""
     tasks = [task for task in comparison.tasks if _rows_of(paired, task)]
     height = 0.3 * max(len(_rows_of(paired, task)) for task in tasks) + 1.6
@@ -110,7 +134,7 @@ def draw_differences(
     for axes, task in zip(grid.flat, tasks, strict=False):
         rows = _rows_of(paired, task)
         for place, row in enumerate(rows):
-            color, gaps = _color(methods, row["method"]), row["score_by_seed"].split()
+            color, gaps = _look(methods, row["method"])["color"], row["score_by_seed"].split()
             axes.plot([float(gap) for gap in gaps], [place] * len(gaps), "|", color=color, ms=9)
             axes.plot([row["score_low"], row["score_high"]], [place] * 2, color=color)
             axes.plot(row["score"], place, "o", color=color)
@@ -118,12 +142,13 @@ def draw_differences(
         axes.set_yticks(range(len(rows)), [f"{row['method']} − {row['against']}" for row in rows])
         axes.set_title(_title(task, [row["seeds"] for row in rows]), fontsize=10)
         axes.set_xlabel("difference in score")
+        axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.invert_yaxis()
         axes.grid(axis="x", alpha=0.3)
     for axes in grid.flat[len(tasks) :]:
         axes.set_axis_off()
     figure.suptitle(f"{comparison.title}: 95 % intervals, ticks are seeds", fontsize=11)
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 def _rows_of(paired: pd.DataFrame, task: Task) -> list[dict[str, Any]]:
@@ -131,18 +156,18 @@ def _rows_of(paired: pd.DataFrame, task: Task) -> list[dict[str, Any]]:
     return paired[place & (paired.frames == task.frames)].to_dict("records")
 
 
-def draw_profiles(path: Path, title: str, profiles: dict[str, Profile], methods: list[str]) -> None:
+def draw_profiles(title: str, profiles: dict[str, Profile], methods: list[str]) -> Figure:
     """Share of runs above each normalized score, with 95 % bands."""
     figure = Figure(figsize=(5.2, 3.8), layout="constrained")
     axes = figure.subplots()
     for method, profile in profiles.items():
-        color = _color(methods, method)
-        axes.step(profile.thresholds, profile.share, where="post", color=color, label=method)
+        look = _look(methods, method)
+        axes.step(profile.thresholds, profile.share, where="post", label=method, **look)
         band = (profile.thresholds, profile.low, profile.high)
-        axes.fill_between(*band, step="post", color=color, alpha=0.2, linewidth=0)
+        axes.fill_between(*band, step="post", color=look["color"], alpha=0.2, linewidth=0)
     axes.set_title(title, fontsize=10)
     axes.set(xlabel="normalized score", ylabel="share of runs above it")
     axes.set(xlim=(0, 1), ylim=(-0.02, 1.02))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=9)
-    figure.savefig(path, dpi=110)
+    axes.legend(fontsize=9, handlelength=3.5)
+    return figure

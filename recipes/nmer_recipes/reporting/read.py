@@ -6,6 +6,7 @@ import csv
 import io
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ Tell = Callable[[str], None]
 # What a run needs to be placed in a table; the rest of its config only tells settings apart.
 _NEEDED = ("algorithm", "env.name", "replay.kind", "replay_ratio", "seed", "total_frames")
 _FREE = FREE | {"name", "seed"}  # what may differ between runs that are seeds of one setting
+_OF_TASK = re.compile(r"env\.(name|version|id|wrappers|kwargs(\..*)?)$")  # one word says them all
 # Of workers elsewhere, which act by older weights than the learner's.
 _REMOTE = ("collector.kind", "collector.workers", "collector.frames_per_batch")
 
@@ -113,6 +115,18 @@ def _plain(value: Any) -> str:
     return str(float(value)) if number else str(value)
 
 
+def _name_task(flat: Mapping[str, Any]) -> str:
+    """Returns a task's id, with the arguments and wrappers that make another task of it."""
+    version = flat.get("env.version")
+    whole = f"{flat['env.name']}-{version}" if version else flat["env.name"]
+    words = [str(flat.get("env.id") or whole)]  # older configs have no id
+    for name in sorted(flat):
+        if name.startswith("env.kwargs."):
+            value = _plain(flat[name]).removesuffix(".0")
+            words.append(f"{name.removeprefix('env.kwargs.')}={value}")
+    return " ".join([*words, *map(str, flat.get("env.wrappers") or [])])
+
+
 _RENAMED = {
     "replay.noise": "replay.noise_variance",
     "replay.low": "replay.min_factor",
@@ -140,6 +154,9 @@ def make_run(source: str, config: Any, rows: Iterable[Mapping[str, Any]]) -> Run
     flat = _up_to_date(flat)
     if missing := [name for name in _NEEDED if flat.get(name) is None]:
         raise BadRunError(f"its config has no {', '.join(missing)}")
+    task = _name_task(flat)
+    flat = {name: value for name, value in flat.items() if not _OF_TASK.match(name)}
+    flat["env.task"] = task
     rows = list(rows)
     if not rows:
         raise BadRunError("it has no evaluation yet")

@@ -1,10 +1,8 @@
-"""Frames of numbers as tables for people: Markdown and LaTeX."""
+"""Frames of numbers as tables for people, and these in Markdown."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable
 
 import pandas as pd
 
@@ -70,10 +68,12 @@ def show_table(frame: pd.DataFrame) -> Text:
     return header, rows
 
 
-def show_paired_table(frame: pd.DataFrame) -> Text:
-    """The columns of `make_paired_table` as people read them."""
+def show_paired_table(frame: pd.DataFrame, *, by_seed: bool = True) -> Text:
+    """The columns of `make_paired_table` as people read them, with or without each seed."""
     header = ["environment", "method", "against", "seeds", "verdict", "score [95 %]", "ahead"]
     header += ["by seed", "area [95 %]", "ahead", "by seed"]
+    if not by_seed:
+        header[6:] = ["score ahead", "area [95 %]", "area ahead"]
     rows = []
     for row in frame.to_dict("records"):
         env = f"{row['env']}-{row['version']}" if row["version"] else row["env"]
@@ -83,8 +83,9 @@ def show_paired_table(frame: pd.DataFrame) -> Text:
             how = _digits(value).replace(":", ":+")
             line.append(_interval(value, low, high, how))
             line.append(f"{row[f'{name}_ahead']} of {row['seeds']}")
-            gaps = [float(gap) for gap in row[f"{name}_by_seed"].split()]
-            line.append(", ".join(_format(gap, how) for gap in gaps))
+            if by_seed:
+                gaps = [float(gap) for gap in row[f"{name}_by_seed"].split()]
+                line.append(", ".join(_format(gap, how) for gap in gaps))
         rows.append(line)
     return header, rows
 
@@ -147,45 +148,10 @@ def markdown(text: Text) -> str:
     """A table of GitHub's Markdown."""
     header, rows = text
     lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(_escape(line, {'|': chr(92) + '|'}))} |\n" for line in lines)
+    shown = ([escape(entry, {"|": chr(92) + "|"}) for entry in line] for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in shown)
 
 
-_LATEX = {sign: "\\" + sign for sign in "&%$#_{}"} | {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "±": r"$\pm$",
-    "Δ": r"$\Delta$",
-    ">": "$>$",
-    "<": "$<$",
-    "–": "--",
-}
-_MINUS = re.compile(r"(?<![\w-])-(?=\d)")  # of a number, not of a name
-
-
-def latex(text: Text, caption: str) -> str:
-    """A `table` that needs no package."""
-    header, rows = text
-    lines = [
-        _MINUS.sub("$-$", " & ".join(_escape(line, _LATEX))) + r" \\" for line in [header, *rows]
-    ]
-    return "\n".join(
-        [
-            r"\begin{table}[ht]",
-            rf"\caption{{{next(iter(_escape([caption], _LATEX)))}}}",
-            r"\centering\small",
-            rf"\begin{{tabular}}{{{'l' * len(header)}}}",
-            r"\hline",
-            lines[0],
-            r"\hline",
-            *lines[1:],
-            r"\hline",
-            r"\end{tabular}",
-            r"\end{table}",
-            "",
-        ]
-    )
-
-
-def _escape(entries: Iterable[str], signs: dict[str, str]) -> Iterable[str]:
-    return ("".join(signs.get(sign, sign) for sign in entry) for entry in entries)
+def escape(entry: str, signs: dict[str, str]) -> str:
+    """Returns the entry with each sign as `signs` has it."""
+    return "".join(signs.get(sign, sign) for sign in entry)
