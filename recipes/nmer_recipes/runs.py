@@ -93,6 +93,7 @@ class Run:
         self.rows: list[dict[str, float]] = []
         self.updates = 0
         self.interrupted: int | None = None
+        self.due: dict[str, float] | None = None  # the buffer at an evaluation yet to be made
         self.seconds = 0.0  # before the last interruption
         self.logger_id: str | None = None
         self.sources = [describe_source()]  # more than one if it went on elsewhere
@@ -129,6 +130,10 @@ class Run:
             raise KeyboardInterrupt
         self.interrupted = number
         self.bar.write("Stopping after this frame; once more to stop at once.", file=sys.stderr)
+
+    def stops(self) -> bool:
+        """Whether a signal has asked the run to stop."""
+        return self.interrupted is not None
 
     def __exit__(self, *_: Any) -> None:
         for number, handler in self._handlers.items():
@@ -178,6 +183,7 @@ class Run:
             self._logger.log({k: v for k, v in row.items() if k != "frames"}, frames)
         self.bar.set_postfix(eval_return=f"{row['eval/return']:.1f}", refresh=False)
         self._mark(now, frames)
+        self.due = None
         returns.clear()
 
     def _mark(self, now: float, frames: int) -> None:
@@ -266,6 +272,7 @@ class Run:
         return {
             "rows": self.rows,
             "updates": self.updates,
+            "due": self.due,
             "losses": {name: [float(total), n] for name, (total, n) in self._losses.items()},
             "marked_at": list(self._marked_at),
             "seconds": self.seconds + time.perf_counter() - self._started,
@@ -276,6 +283,7 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from there."""
         self.rows, self.updates = list(state["rows"]), state["updates"]
+        self.due = state.get("due")
         self._losses = {
             name: (torch.tensor(total, dtype=torch.float64, device=self.cfg.device), number)
             for name, (total, number) in state["losses"].items()
