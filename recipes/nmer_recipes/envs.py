@@ -19,6 +19,7 @@ from nmer_recipes.imports import import_callable, search_current_directory
 from nmer_recipes.plain import as_plain, from_plain
 from nmer_recipes.settings import TASK_PAGE
 from nmer_recipes.task_checks import check_spaces, check_steps, check_time_limit
+from nmer_recipes.torchrl_task import TorchRLTask
 
 # Wrappers of Gymnasium that keep nothing from step to step, or, the time limit, what we restore.
 _STATELESS = (
@@ -58,8 +59,6 @@ def _make_task(cfg: DictConfig, render_mode: str | None) -> gymnasium.Env:
     limit = cfg.get("max_steps")
     try:
         if cfg.get("kind") == "torchrl":
-            from nmer_recipes.torchrl_task import TorchRLTask
-
             env: gymnasium.Env = TorchRLTask(cfg.id, options)
             return env if limit is None else wrappers.TimeLimit(env, limit)
         if limit is not None:
@@ -79,8 +78,8 @@ def _make_task(cfg: DictConfig, render_mode: str | None) -> gymnasium.Env:
         ) from None
     except (TypeError, ValueError) as error:
         reason = str(error).splitlines()[0].partition(" was raised from the environment creator")[0]
-        if "'render_mode'" in reason:
-            raise UsageError(f"{cfg.id} has no render modes; leave the video out.") from None
+        if render_mode is not None:  # without it, the task has passed its checks
+            raise UsageError(f"{cfg.id} cannot be filmed: {reason}; leave the video out.") from None
         given = ", ".join(options) or "nothing"
         raise UsageError(
             f"{cfg.id} cannot be constructed with {given}: {reason}; its arguments are "
@@ -125,7 +124,7 @@ def get_state(env: gymnasium.Env) -> dict[str, Any]:
     reset.
     """
     task, layers = env.unwrapped, _layers(env)
-    start = {"random": json.dumps(_get_random_state(task.np_random))}  # of the next episode
+    start = {"random": _get_random_state(task.np_random)}  # of the next episode
     state: dict[str, Any] = start | {"elapsed": [each._elapsed_steps for each in _limits(env)]}
     holders = [layer for layer in layers if _offers_state(layer)]
     others = [layer for layer in layers if not _offers_state(layer)]
@@ -145,7 +144,7 @@ def get_state(env: gymnasium.Env) -> dict[str, Any]:
 def set_state(env: gymnasium.Env, state: dict[str, Any]) -> bool:
     """Restores what `get_state` returned, after a reset; False if the episode was not in it."""
     task = env.unwrapped
-    _set_random_state(task.np_random, json.loads(state["random"]))
+    _set_random_state(task.np_random, state["random"])
     holders = [layer for layer in _layers(env) if _offers_state(layer)]
     own = state.get("own", [])  # not in checkpoints of version 0.1
     if "physics" in state and _is_gymnasium(task, "mujoco"):
@@ -213,21 +212,20 @@ def _offers_state(layer: gymnasium.Env) -> bool:
     return True
 
 
-def _get_random_state(generator: Any) -> dict[str, Any]:
-    """Returns the state of a task's generator; those of dm_control have NumPy's older kind."""
+def _get_random_state(generator: Any) -> str:
+    """Returns the state of a task's generator as text; it is NumPy's, new or old, or not known."""
     if isinstance(generator, np.random.Generator):
         state = generator.bit_generator.state
-    elif isinstance(generator, np.random.RandomState):
+    elif isinstance(generator, np.random.RandomState):  # of dm_control
         state = generator.get_state(legacy=False)
     else:
-        return {}  # it is the task's own, which may offer its state
-    parts = state["state"]  # arrays in some kinds of generators
-    listed = {name: np.asarray(part).tolist() for name, part in parts.items()}
-    return state | {"state": parts if listed == parts else listed}
+        state = {}
+    return json.dumps(state, default=np.ndarray.tolist)
 
 
-def _set_random_state(generator: Any, state: dict[str, Any]) -> None:
+def _set_random_state(generator: Any, text: str) -> None:
     """Restores what `_get_random_state` returned."""
+    state = json.loads(text)
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, np.random.RandomState):
