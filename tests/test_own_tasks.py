@@ -151,7 +151,10 @@ def test_what_cannot_be_trained_on_is_refused_before_training(fault):
     ("cfg", "message"),
     [
         (task_config("Endless"), "no time limit.*env.max_steps=1000"),
-        (task_config("Faulty"), "with nothing: .*missing 1 required.*'fault'; .*env.kwargs.NAME"),
+        (
+            task_config("Faulty"),
+            "without arguments: .*missing 1 .*'fault'; .*env.kwargs.NAME",
+        ),
         (task_config("Arm", kwargs={"rech": 1}), "with rech: .*unexpected keyword argument 'rech'"),
         (task_config("Arm", wrappers=["own_tasks.Nope"]), "has no class or function Nope"),
         (task_config("Arm", wrappers=["nope.Wrapper"]), "nope.Wrapper cannot be imported"),

@@ -80,9 +80,9 @@ def _make_task(cfg: DictConfig, render_mode: str | None) -> gymnasium.Env:
         reason = str(error).splitlines()[0].partition(" was raised from the environment creator")[0]
         if render_mode is not None:  # without it, the task has passed its checks
             raise UsageError(f"{cfg.id} cannot be filmed: {reason}; leave the video out.") from None
-        given = ", ".join(options) or "nothing"
+        given = f"with {', '.join(options)}" if options else "without arguments"
         raise UsageError(
-            f"{cfg.id} cannot be constructed with {given}: {reason}; its arguments are "
+            f"{cfg.id} cannot be constructed {given}: {reason}; its arguments are "
             "env.kwargs.NAME=VALUE."
         ) from error
 
