@@ -17,7 +17,7 @@ from nmer_recipes.checkpoint import Checkpoint
 from nmer_recipes.collect import make_collector
 from nmer_recipes.compiling import Results, over_blocks
 from nmer_recipes.config import run_recipe
-from nmer_recipes.envs import make_env
+from nmer_recipes.envs import check_task, make_env
 from nmer_recipes.evaluate import Evaluator
 from nmer_recipes.memory import check_memory
 from nmer_recipes.networks import (
@@ -200,6 +200,7 @@ def make_update(
 
 def train(cfg: DictConfig) -> float:
     """Seed, environment, agent, buffer, loop, evaluation; returns the score."""
+    check_task(cfg.env)
     check_video(cfg)
     # Seed: a stream each, so that a replay method changes neither the networks nor the resets.
     torch.set_num_threads(cfg.threads)
@@ -239,7 +240,24 @@ def train(cfg: DictConfig) -> float:
     if run.resumed:
         checkpoint.load()
     clock, rows = run.clock, None
+
+    def evaluate_and_save(frame: int) -> None:
+        """What is due after a frame; a resumed run makes an evaluation that a signal has ended."""
+        if run.due is not None:
+            with clock("evaluation"):
+                scores = evaluate(actor, agent, run.stops)
+            if scores is not None:
+                run.log(frame, collector.returns, scores, run.due)
+                save_policy(run, actor, env)
+        stopping, done = run.stops(), frame == cfg.total_frames
+        if stopping or done or frame % cfg.checkpoint_every == 0:
+            checkpoint.save(last=stopping or done)
+        if stopping:
+            run.stop()
+
     with collector, run:
+        if run.due is not None:
+            evaluate_and_save(collector.frames)
         for frame in range(collector.frames + 1, cfg.total_frames + 1):
             with clock("environment"):
                 row = collector.step()
@@ -257,15 +275,8 @@ def train(cfg: DictConfig) -> float:
 
             # Evaluation
             if frame % cfg.eval_every == 0:
-                with clock("evaluation"):
-                    scores = evaluate(actor, agent)
-                run.log(frame, collector.returns, scores, describe(buffer, rows))
-                save_policy(run, actor, env)
-            stopping, done = run.interrupted is not None, frame == cfg.total_frames
-            if stopping or done or frame % cfg.checkpoint_every == 0:
-                checkpoint.save(last=stopping or done)
-            if stopping:
-                run.stop()
+                run.due = describe(buffer, rows)
+            evaluate_and_save(frame)
         write_video(cfg, run.directory, evaluate, actor)
         return run.finish()
 

@@ -48,7 +48,7 @@ def recipe_configs() -> dict[str, Any]:
     TorchRL registers some as well where its trainers are imported. Of those, `env` and `storage`
     are names of settings of the recipes.
     """
-    known = ("hydra", "replay", "_dummy_empty_config_.yaml")
+    known = ("hydra", "open.yaml", "replay", "_dummy_empty_config_.yaml")
     return {name: node for name, node in ConfigStore.instance().repo.items() if name in known}
 
 

@@ -105,7 +105,7 @@ def test_dict_observations_are_taken_as_the_task_gives_them(tmp_path, monkeypatc
 
     gymnasium.register("Arm-v0", Arm, max_episode_steps=5)
     try:
-        train("td3", tmp_path / "run", "env.id=Arm-v0")
+        train("td3", tmp_path / "run", "env=gym", "env.id=Arm-v0")
         policy = load_policy(tmp_path / "run")
         action = policy.act({"goal": np.ones(2), "arm": np.zeros(2)})
         assert 1 < action[0] < 5  # in the bounds of the task; the recipe's own are -1 and 1

@@ -23,7 +23,10 @@ from nmer_torchrl.pairs import QuantileCap
 from nmer_torchrl.transforms import MeanMixup, TunedMixup
 
 METHODS = {"U": "uniform", "NMER": "nmer"}
-TASKS = sorted({path.stem for path in (RECIPES / "conf" / "env").glob("*.yaml")} - {"dm_control"})
+TASKS = sorted(
+    {path.stem for path in (RECIPES / "conf" / "env").glob("*.yaml")}
+    - {"dm_control", "gym", "torchrl"}
+)
 
 
 def best_rows():
@@ -116,14 +119,14 @@ def test_an_unknown_choice_lists_the_known_ones(group, known):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("env.id=CartPole-v1", r"Discrete\(2\).*Box action space"),
-        ("env.id=Nothing-v0", "Nothing"),
+        ("env=gym env.id=CartPole-v1", r"Discrete\(2\).*Box action space"),
+        ("env=gym env.id=Nothing-v0", "Nothing"),
         ("env.version=v2", "Walker2d"),
     ],
 )
 def test_tasks_that_cannot_be_learned_are_refused(override, words):
     with pytest.raises(config.UsageError, match=words):
-        envs.make_env(make_config("sac", override).env)
+        envs.make_env(make_config("sac", *override.split()).env)
 
 
 def test_a_task_of_dm_control_by_name():
@@ -199,7 +202,7 @@ class Ending(gymnasium.Env):
 def test_the_horizon_is_no_termination(end, terminated):
     name = f"Ending{end}-v0"
     gymnasium.register(name, type("Task", (Ending,), {"end": end}), max_episode_steps=5)
-    cfg = make_config("sac", f"env.id={name}")
+    cfg = make_config("sac", "env=gym", f"env.id={name}")
     device = torch.device("cpu")
     acting = collect.FrameCollector(
         envs.make_env(cfg.env),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from omegaconf import DictConfig
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
+from tqdm import tqdm
 
 from nmer_recipes import envs
 from nmer_recipes.seeding import Stream
@@ -142,12 +144,15 @@ class FrameCollector:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from there, in the middle of the episode where that can be restored."""
-        fresh = self.env.reset()[0]
+        self.env.reset()
         if "env" in state and envs.set_state(self.env, state["env"]):
             self._observation = state["observation"].to(self.storage_device)
             self.episode_return = state["episode_return"]
         else:
-            (self._observation,), self.episode_return = self._upload(fresh), 0.0
+            tqdm.write(
+                "The episode cannot be restored; the run goes on with a new one.", file=sys.stderr
+            )
+            (self._observation,), self.episode_return = self._upload(self.env.reset()[0]), 0.0
         self.frames, self.returns = state["frames"], list(state["returns"])
         self.stream.load_state_dict(state["stream"])
 

@@ -18,19 +18,47 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigLoadError
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nmer_recipes import paper
-from nmer_recipes.directories import place_in_sweep, place_in_wandb_sweep, read_score
+from nmer_recipes.directories import (
+    flatten,
+    place_in_sweep,
+    place_in_wandb_sweep,
+    read_score,
+)
 from nmer_recipes.errors import UsageError
 from nmer_recipes.methods import make_method, register_methods
 from nmer_recipes.resume import add_choices, continue_config
-from nmer_recipes.settings import CONF, check_names, check_values, check_words
+from nmer_recipes.settings import (
+    CONF,
+    TASK_PAGE,
+    check_names,
+    check_values,
+    check_words,
+    show,
+)
 
 
 def _paper(name: str, *, _root_: DictConfig) -> int | float | None:
-    return paper.setting(name, _root_.algorithm, _root_.env.name, _root_.replay.kind)
+    return paper.setting(
+        name, _root_.algorithm, _known_task(_root_.env), _root_.replay.kind, _root_.total_frames
+    )
+
+
+def _known_task(env: DictConfig) -> str:
+    """Returns the name of a task of `recipes/conf/env`, and of another task its id.
+
+    A task of one's own may have the name of one of the paper's, but not its settings.
+    """
+    return env.name if "version" in env else env.id
+
+
+def _task_name(*, _parent_: DictConfig) -> str:
+    """Returns a name for a task from its id: `my_package:MyRobot-v0` is called `MyRobot-v0`."""
+    separator = "." if _parent_.get("kind") == "torchrl" else ":"
+    return re.sub(r"[^\w.-]+", "-", _parent_.id.rpartition(separator)[2])
 
 
 def _share(total: int, parts: int) -> int:
@@ -42,10 +70,14 @@ def _default_device() -> str:
 
 
 def register_resolvers() -> None:
-    """Makes `${paper:...}`, `${share:...}`, `${default_device:}` and the replay methods known."""
+    """Makes `${paper:...}` and the like, the replay methods and the open settings known."""
     register_methods()
+    opened = OmegaConf.create({"env": {"kwargs": {}}})
+    OmegaConf.set_struct(opened.env.kwargs, False)  # takes any name without `+`
+    ConfigStore.instance().store("open", opened, provider="recipes")
     for name, resolver in {
         "paper": _paper,
+        "task_name": _task_name,
         "share": _share,
         "default_device": _default_device,
     }.items():
@@ -129,11 +161,13 @@ def run_recipe(
             trains = "run_dir" in cfg  # rather than measures, and has a directory of its own
             if trains and not sweep and cfg.resume not in (None, "auto"):
                 cfg = continue_config(cfg, typed)
+            by_rule = _set_by_rule(cfg)
             _resolve_checked(cfg, validate or check)
             if trains and not sweep:
                 place_in_wandb_sweep(cfg)
             folder, overrides = task.sweep.dir, task.job.override_dirname
             if not (sweep and trains) or place_in_sweep(cfg, folder, overrides):
+                _tell_rule(cfg, by_rule)
                 return train(cfg)
             print(f"{cfg.run_dir} is complete already, and is skipped.")
             return read_score(Path(cfg.run_dir))
@@ -143,6 +177,20 @@ def run_recipe(
             raise (RuntimeError if sweep else SystemExit)(message) from None
 
     hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(job)()
+
+
+def _set_by_rule(cfg: DictConfig) -> list[str]:
+    """Returns the settings that were not given, and that depend on task and method."""
+    settings = flatten(OmegaConf.to_container(cfg))
+    return [name for name, value in settings.items() if str(value).startswith("${paper:")]
+
+
+def _tell_rule(cfg: DictConfig, names: list[str]) -> None:
+    """Says which rule has set these settings, and to what."""
+    if names:
+        rule = paper.rule(cfg.algorithm, _known_task(cfg.env), cfg.replay.kind)
+        values = " ".join(f"{name}={show(OmegaConf.select(cfg, name))}" for name in names)
+        print(f"{rule}: {values}", file=sys.stderr)
 
 
 def _resolve_checked(cfg: DictConfig, validate: Callable[[DictConfig], None]) -> None:
@@ -156,8 +204,26 @@ def _resolve_checked(cfg: DictConfig, validate: Callable[[DictConfig], None]) ->
 
 def check(cfg: DictConfig) -> None:
     """Raises a `UsageError` for a value that no run could use."""
+    check_task_settings(cfg.env)
     make_method(cfg.replay)
     check_run(cfg)
+
+
+def check_task_settings(env: DictConfig) -> None:
+    """Raises a `UsageError` for a task that is not named, or by settings that contradict."""
+    if OmegaConf.is_missing(env, "id"):
+        example = "torchrl.envs.PendulumEnv" if "kind" in env else "my_package:MyRobot-v0"
+        raise UsageError(f"The task is not named; give env.id, as env.id={example}: {TASK_PAGE}.")
+    if "version" in env and env.id != f"{env.name}-{env.version}":
+        raise UsageError(
+            f"env.id={env.id}, but the settings are those of {env.name}-{env.version}; for a task "
+            f"of your own give env=gym env.id={env.id}: {TASK_PAGE}."
+        )
+    wrappers = env.get("wrappers")
+    if wrappers is not None and not isinstance(wrappers, ListConfig):
+        raise UsageError(
+            f"env.wrappers={wrappers}, but it is a list of paths: env.wrappers=[{wrappers}]."
+        )
 
 
 def check_run(cfg: DictConfig) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import gymnasium
 import numpy as np
 import torch
@@ -30,11 +32,22 @@ class Evaluator:
         self.gamma, self.device = gamma, device
 
     @torch.no_grad()
-    def __call__(self, actor: TensorDictModuleBase, loss: LossModule) -> dict[str, float]:
-        """Returns, and the critics' values beside the discounted returns that followed."""
+    def __call__(
+        self,
+        actor: TensorDictModuleBase,
+        loss: LossModule,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float] | None:
+        """Returns, and the critics' values beside the discounted returns that followed.
+
+        Where `stop` says so before all episodes have ended, it returns None.
+        """
         episodes = []
         with set_exploration_type(ExplorationType.DETERMINISTIC):
-            for steps, cut in self.play(actor):
+            played = self.play(actor, stop)
+            if played is None:
+                return None
+            for steps, cut in played:
                 observations, actions, rewards = zip(*steps, strict=True)
                 after, left = 0.0, self.gamma ** len(rewards)
                 returns = np.empty(len(rewards))
@@ -63,13 +76,17 @@ class Evaluator:
             "eval/overestimation": float((q_value - monte_carlo).mean()),
         }
 
-    def play(self, actor: TensorDictModuleBase) -> list[tuple[list, bool]]:
+    def play(
+        self, actor: TensorDictModuleBase, stop: Callable[[], bool] = lambda: False
+    ) -> list[tuple[list, bool]] | None:
         """Steps `(observation, action, reward)` of each episode, and whether the limit cut it."""
         played: list[tuple[list, bool]] = [([], False) for _ in self.envs]
         running: dict[int, np.ndarray] = {
             i: env.reset(seed=_SEED + i)[0] for i, env in enumerate(self.envs)
         }
         while running:
+            if stop():
+                return None
             observations = np.stack(list(running.values())).astype(np.float32)
             batch = TensorDict(observation=self._tensor(observations), batch_size=[len(running)])
             actions = actor(batch)["action"].cpu().numpy()

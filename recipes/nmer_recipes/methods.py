@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from inspect import isabstract
@@ -15,6 +12,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from nmer_recipes.errors import UsageError
+from nmer_recipes.imports import import_parent
 from nmer_torchrl import Method, methods
 from nmer_torchrl.methods import METHODS
 from nmer_torchrl.methods.options import read_key, read_keys
@@ -27,24 +25,15 @@ def find_method(kind: str) -> type[Method[Any]]:
     """Returns the method of that name, or the class at that path."""
     if kind in METHODS:
         return METHODS[kind]
-    module, _, name = kind.rpartition(".")
-    if not module:
+    if "." not in kind:
         raise UsageError(
             f"There is no replay method {kind}. Known are: {', '.join(METHODS)}; a method of your "
             "own is MODULE.CLASS."
         )
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        loaded = importlib.import_module(module)
-    except ImportError as error:
-        raise UsageError(
-            f"replay={kind} cannot be imported: {error}. Modules are looked for in the current "
-            "directory and on PYTHONPATH."
-        ) from None
+    loaded, name = import_parent(kind, f"replay={kind}")
     found = getattr(loaded, name, None)
     if not (isinstance(found, type) and issubclass(found, Method)) or isabstract(found):
-        file = getattr(loaded, "__file__", module)
+        file = getattr(loaded, "__file__", loaded.__name__)
         raise UsageError(
             f"replay={kind}: {file} has no method {name}; a method is a subclass of "
             "nmer_torchrl.Method that has `make_sampler`."

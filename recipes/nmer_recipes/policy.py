@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import gymnasium
@@ -16,10 +17,10 @@ from torch import nn
 from torchrl.envs import ExplorationType, set_exploration_type
 
 from nmer_recipes.checkpoint import read_state
-from nmer_recipes.envs import make_env
 from nmer_recipes.errors import UsageError
 from nmer_recipes.files import told_of_errors, write_state
 from nmer_recipes.runs import Run
+from nmer_recipes.settings import CONF
 
 WHICH = ("best", "last")
 
@@ -30,6 +31,7 @@ def save_policy(run: Run, actor: TensorDictModuleBase, env: gymnasium.Env) -> No
     state = {
         "actor": actor.state_dict(),
         "observations": env.observation_space.shape[0],
+        "entries": find_entries(env),
         "low": torch.from_numpy(bounds.low.copy()),
         "high": torch.from_numpy(bounds.high.copy()),
         "frames": run.rows[-1]["frames"],
@@ -40,6 +42,23 @@ def save_policy(run: Run, actor: TensorDictModuleBase, env: gymnasium.Env) -> No
     with told_of_errors(paths[0]):
         for path in paths:
             write_state(path, state)
+
+
+def find_entries(env: gymnasium.Env) -> list[list[str]] | None:
+    """Returns the paths of a task's Dict observation in their order in the vector, None for a Box.
+
+    `env` has actions rescaled, and the Dict flattened.
+    """
+    flat = env.env
+    if not isinstance(flat, gymnasium.wrappers.FlattenObservation):
+        return None
+
+    def paths(space: gymnasium.Space, path: list[str]) -> list[list[str]]:
+        if not isinstance(space, gymnasium.spaces.Dict):
+            return [path]
+        return [found for key, part in space.items() for found in paths(part, [*path, key])]
+
+    return paths(flat.env.observation_space, [])
 
 
 def policy_file(directory: Path, which: str) -> Path:
@@ -65,12 +84,12 @@ class Policy(nn.Module):
         self.frames, self.mean_return = int(state["frames"]), float(state["return"])
         self.register_buffer("low", state["low"].float())
         self.register_buffer("high", state["high"].float())
-        recipe = importlib.import_module(cfg.algorithm)
+        self.entries = state.get("entries")
+        recipe = load_recipe(cfg.algorithm)
         width = state["observations"]
         self.actor = recipe.make_agent(cfg, width, len(self.low), torch.device("cpu"))[0]
         self.actor.load_state_dict(state["actor"])
         self.requires_grad_(False)
-        self._space: gymnasium.Space | None = None
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
         """Maps observations `[B, n]` to actions `[B, m]` in the bounds of the task."""
@@ -82,10 +101,7 @@ class Policy(nn.Module):
     def act(self, observation: NDArray[Any] | dict[str, Any]) -> NDArray[np.float32]:
         """Returns the action for one NumPy observation `[n]`, or for several `[B, n]`."""
         if isinstance(observation, dict):
-            if self._space is None:
-                with make_env(self.cfg.env) as env:
-                    self._space = env.unwrapped.observation_space
-            observation = gymnasium.spaces.flatten(self._space, observation)
+            observation = self._flatten(observation)
         array = np.asarray(observation, dtype=np.float32)
         width = self.actor_width
         if array.ndim not in (1, 2) or array.shape[-1] != width:
@@ -97,10 +113,45 @@ class Policy(nn.Module):
             action = self(torch.from_numpy(array.reshape(-1, width)))
         return action.numpy().reshape(*array.shape[:-1], -1)
 
+    def _flatten(self, observation: dict[str, Any]) -> NDArray[Any]:
+        if self.entries is None:
+            raise ValueError("The observation is a dict, but the policy's task has arrays.")
+        parts = []
+        for path in self.entries:
+            part: Any = observation
+            for key in path:
+                if key not in part:
+                    raise ValueError(f"The observation has no {'.'.join(path)!r}.")
+                part = part[key]
+            parts.append(np.asarray(part))
+        return np.concatenate(parts, axis=-1)
+
     @property
     def actor_width(self) -> int:
         """Number of entries of an observation."""
         return next(p for p in self.actor.parameters() if p.ndim == 2).shape[1]
+
+
+def load_recipe(name: str) -> ModuleType:
+    """Returns the recipe that trains an algorithm.
+
+    It is one of this project's: what a run's files say chooses no other module, and a module of the
+    same name elsewhere is not taken for it.
+    """
+    known = sorted(path.stem for path in CONF.parent.glob("*.py") if _trains(path.stem))
+    if name not in known:
+        raise UsageError(f"algorithm={name!r} is not known; the recipes are {', '.join(known)}.")
+    spec = importlib.util.spec_from_file_location(f"_recipe_{name}", CONF.parent / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _trains(recipe: str) -> bool:
+    path = CONF / f"{recipe}.yaml"
+    return path.exists() and "algorithm" in OmegaConf.load(path)
 
 
 def load_policy(directory: Path | str, which: str = "best") -> Policy:

@@ -97,6 +97,7 @@ class Run:
         self.rows: list[dict[str, float]] = []
         self.frames = self.updates = 0
         self.interrupted: int | None = None
+        self.due: dict[str, float] | None = None  # the buffer at an evaluation yet to be made
         self.seconds = 0.0  # before the last interruption
         self.logger_id: str | None = None
         self._logged_to: str | None = None  # before the last interruption
@@ -146,6 +147,10 @@ class Run:
         self.interrupted = number
         self.bar.write("Stopping after this frame; once more to stop at once.", file=sys.stderr)
 
+    def stops(self) -> bool:
+        """Whether a signal has asked the run to stop."""
+        return self.interrupted is not None
+
     def __exit__(self, *_: Any) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -194,6 +199,7 @@ class Run:
         self._send(row)
         self.bar.set_postfix(eval_return=f"{row['eval/return']:.1f}", refresh=False)
         self._mark(now, frames)
+        self.due = None
         returns.clear()
 
     def _send(self, row: dict[str, float]) -> None:
@@ -291,6 +297,7 @@ class Run:
             "rows": self.rows,
             "frames": self.frames,
             "updates": self.updates,
+            "due": self.due,
             "losses": {name: [float(total), n] for name, (total, n) in self._losses.items()},
             "marked_at": list(self._marked_at),
             "seconds": self.seconds + time.perf_counter() - self._started,
@@ -304,6 +311,7 @@ class Run:
         self.rows, self.updates = list(state["rows"]), state["updates"]
         self.frames = state.get("frames", state["marked_at"][0])  # not in version 0.1
         self._logged_to = state.get("logged_to")
+        self.due = state.get("due")
         self._losses = {
             name: (torch.tensor(total, dtype=torch.float64, device=self.cfg.device), number)
             for name, (total, number) in state["losses"].items()

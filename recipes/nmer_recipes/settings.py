@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,7 @@ RANGES: dict[str, Range] = {
     "stretch": _COUNT,
     "alpha": _POSITIVE,
     # Groups
+    "env.max_steps": Range(1, whole=True, null="for the task's own limit"),
     "collector.workers": _COUNT,
     "collector.frames_per_batch": _COUNT,
     "collector.cpus": Range(0.01),
@@ -118,8 +120,9 @@ CHOICES: dict[str, Sequence[bool | str | None]] = {
     "collector.kind": ("local", "ray"),
     "logger.mode": ("online", "offline", "disabled", None),
 }
-TEXTS = ("name", "run_dir", "resume", "cache", "out", "collector.address")
-_OPEN = {"methods"}  # mappings to which anyone may add entries
+TEXTS = ("env.id", "env.name", "name", "run_dir", "resume", "cache", "out", "collector.address")
+_OPEN = {"env.kwargs", "methods"}  # mappings to which anyone may add entries
+TASK_PAGE = "docs/howto/own_task.md"
 _ABSENT = object()
 
 
@@ -128,19 +131,19 @@ def check_values(cfg: DictConfig) -> None:
     for name, numbers in RANGES.items():
         value = OmegaConf.select(cfg, name, default=_ABSENT)
         if value is not _ABSENT and not numbers.holds(value):
-            raise UsageError(f"{name}={_show(value)}, but it is {numbers}.")
+            raise UsageError(f"{name}={show(value)}, but it is {numbers}.")
     for name, choices in CHOICES.items():
         value = OmegaConf.select(cfg, name, default=_ABSENT)
         if value is not _ABSENT and not any(
             value is choice or (isinstance(choice, str) and value == choice) for choice in choices
         ):
-            *others, last = map(_show, choices)
-            raise UsageError(f"{name}={_show(value)}, but it is {', '.join(others)} or {last}.")
+            *others, last = map(show, choices)
+            raise UsageError(f"{name}={show(value)}, but it is {', '.join(others)} or {last}.")
     for name in TEXTS:
         value = OmegaConf.select(cfg, name)
         if not isinstance(value, str | None):
             raise UsageError(
-                f"{name}={_show(value)}, but it is text; put it in quotes: {name}=\"'{value}'\"."
+                f"{name}={show(value)}, but it is text; put it in quotes: {name}=\"'{value}'\"."
             )
 
 
@@ -159,7 +162,7 @@ def check_names(cfg: DictConfig, recipe: str, choices: Mapping[str, str | None])
     for group in defaults:
         choice = choices.get(group)
         if choice is not None and choice in choices_of(group):
-            reference[group] = _settings(group, choice)
+            reference[group] |= _settings(group, choice)
         elif choice is not None:  # a file of the user's own says for itself what there is
             reference[group] = OmegaConf.to_container(cfg[group])
     given = OmegaConf.to_container(cfg)
@@ -186,6 +189,7 @@ def check_words(words: Sequence[str], recipe: str) -> None:
     reference, choices = _read(recipe)
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     choices |= {name: value for name, _, value in (word.partition("=") for word in overrides)}
+    _check_task(choices["env"])
     for group in reference.keys() & find_groups():
         known = choices_of(group)
         for choice in known & set(choices[group].split(",")) or known:
@@ -201,6 +205,19 @@ def check_words(words: Sequence[str], recipe: str) -> None:
             _raise_unknown(name, reference, choices)
 
 
+def _check_task(chosen: str) -> None:
+    """Raises a `UsageError` for a task that the group `env` does not have; `a,b` chooses two."""
+    known = sorted(_choices("env"))
+    for name in chosen.split(","):
+        if re.fullmatch(r"[\w.:/-]+", name) and name not in (*known, "null"):
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise UsageError(
+                f"There is no env={name}.{hint} Known are: {', '.join(known)}. For a task of your "
+                f"own give env=gym env.id={name}: {TASK_PAGE} shows how."
+            )
+
+
 def _read(recipe: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The settings of a recipe without those of its groups, and the groups with their defaults."""
     settings = _load(CONF / f"{recipe}.yaml")
@@ -211,8 +228,9 @@ def _read(recipe: str) -> tuple[dict[str, Any], dict[str, str]]:
             choices |= {group: choice for group, choice in entry.items() if group in find_groups()}
         elif entry != "_self_":
             reference |= _load(CONF / f"{entry}.yaml")
-    reference |= settings | {group: {} for group in choices}
+    reference |= settings | {group: reference.get(group, {}) for group in choices}
     del reference["hydra"]
+    reference.pop("defaults", None)
     return reference, choices
 
 
@@ -272,7 +290,7 @@ def _raise_unknown(name: str, reference: Mapping[Any, Any], choices: Mapping[str
     raise UsageError(f"There is no setting {name}{where}.{hint} Known are: {known}.")
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     """A value as it stands in a command line."""
     words = {None: "null", True: "true", False: "false"}
     return words[value] if value is None or isinstance(value, bool) else str(value)

@@ -40,8 +40,9 @@ def make_filmed(cfg: DictConfig) -> gymnasium.Env:
         env = make_env(cfg, render_mode="rgb_array", rescale=False)
         env.reset()
         picture = env.render()
-    except (gymnasium.error.Error, TypeError) as error:
-        raise UsageError(f"{cfg.id} cannot be filmed: {error}; leave the video out.") from None
+    except (gymnasium.error.Error, NotImplementedError, TypeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else "it does not render"
+        raise UsageError(f"{cfg.id} cannot be filmed: {reason}; leave the video out.") from None
     if not isinstance(picture, np.ndarray):
         raise UsageError(f"{cfg.id} has no render mode 'rgb_array'; leave the video out.")
     return env

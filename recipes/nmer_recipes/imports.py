@@ -1,0 +1,47 @@
+"""Modules of the user's own, which settings name by a path such as `my_package.MyClass`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+from nmer_recipes.errors import UsageError
+
+
+def search_current_directory() -> None:
+    """Lets imports find modules in the current directory, after all other places."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+def import_parent(path: str, given: str) -> tuple[ModuleType, str]:
+    """Returns the module of a path `MODULE.NAME`, and the name.
+
+    Args:
+        path: The path.
+        given: The setting as it was given, for the error.
+    """
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise UsageError(f"{given} is not a path; give MODULE.NAME, as in my_package.{path}.")
+    search_current_directory()
+    try:
+        return importlib.import_module(module), name
+    except ImportError as error:
+        raise UsageError(
+            f"{given} cannot be imported: {error}. Modules are looked for in the current "
+            "directory and on PYTHONPATH."
+        ) from None
+
+
+def import_callable(path: str, given: str) -> Any:
+    """Returns the class or function at a path `MODULE.NAME`."""
+    module, name = import_parent(path, given)
+    found = getattr(module, name, None)
+    if not callable(found):
+        file = getattr(module, "__file__", None) or module.__name__
+        raise UsageError(f"{given}: {file} has no class or function {name}.")
+    return found

@@ -1,0 +1,123 @@
+"""Checks of a task before a run: what the recipes cannot train on is refused in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from nmer_recipes.errors import UsageError
+from nmer_recipes.settings import TASK_PAGE
+
+
+def check_spaces(env: gymnasium.Env, name: str) -> None:
+    """Raises a `UsageError` for observations or actions that the recipes cannot use."""
+    _check_observations(env.observation_space, name)
+    space = env.action_space
+    if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating):
+        raise UsageError(
+            f"{name} has actions in {space}, but SAC and TD3 here act in continuous boxes; "
+            "choose an environment with a Box action space of floats."
+        )
+    if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
+        raise UsageError(
+            f"{name} has unbounded actions, which cannot be rescaled to [-1, 1]; "
+            "bound them by a wrapper."
+        )
+    if len(space.shape) != 1 or not space.shape[0]:
+        raise UsageError(
+            f"{name} has actions of shape {space.shape}, but the recipes' are [n]; reshape them by "
+            "a wrapper."
+        )
+    if not (space.low < space.high).all():
+        raise UsageError(
+            f"{name} has actions from {space.low} to {space.high}, of which some are fixed; leave "
+            "them out by a wrapper."
+        )
+
+
+def _check_observations(space: spaces.Space, name: str) -> None:
+    if isinstance(space, spaces.Dict):
+        for key, part in space.items():
+            _check_observations(part, f"{name}, entry {key!r},")
+        return
+    if not isinstance(space, spaces.Box):
+        remedy = "turn them into a Box, or a Dict of boxes, by a wrapper"
+    elif space.dtype == np.uint8 and len(space.shape) > 1:
+        remedy = "the recipes have no networks for images"
+    elif not np.issubdtype(space.dtype, np.floating):
+        remedy = "turn integers into floats by a wrapper"
+    elif len(space.shape) != 1 or not space.shape[0]:
+        remedy = "flatten them by env.wrappers=[gymnasium.wrappers.FlattenObservation]"
+    else:
+        return
+    raise UsageError(
+        f"{name} has observations in {_describe(space)}, but the recipes take floats of shape [n], "
+        f"or a Dict of such; {remedy}."
+    )
+
+
+def _describe(space: spaces.Space) -> str:
+    """A space in short: the bounds of an image take many lines."""
+    if isinstance(space, spaces.Box):
+        return f"Box({space.shape}, {space.dtype})"
+    return str(space)
+
+
+def check_time_limit(env: gymnasium.Env, name: str) -> None:
+    """Raises a `UsageError` if nothing is known to end the episodes of a task."""
+    layer, limited = env, name.startswith("dm_control/")  # whose tasks end by themselves
+    while isinstance(layer, gymnasium.Wrapper):
+        limited |= isinstance(layer, gymnasium.wrappers.TimeLimit)
+        layer = layer.env
+    if not limited:
+        raise UsageError(
+            f"{name} has no time limit, so that an evaluation may never end; give one by "
+            f"env.max_steps=1000: {TASK_PAGE}."
+        )
+
+
+def check_steps(env: gymnasium.Env, name: str) -> None:
+    """Resets and steps a task once; raises a `UsageError` if it returns what is not declared."""
+    low, high = env.action_space.low, env.action_space.high
+    action = ((low.astype(np.float64) + high) / 2).astype(env.action_space.dtype)
+    try:  # a wrapper, of which there is one at least, takes apart what a task returns
+        start, _ = env.reset(seed=0)
+        observation, reward, terminated, truncated, _ = env.step(action)
+    except ValueError as error:
+        if "values to unpack" not in str(error):
+            raise
+        raise UsageError(
+            f"{name}: Gymnasium asks reset() for (observation, info), and step() for (observation, "
+            f"reward, terminated, truncated, info), but one of them has {error}."
+        ) from error
+    _check_observation(start, env.observation_space, f"{name}: reset()")
+    _check_observation(observation, env.observation_space, f"{name}: step()")
+    if np.ndim(reward) or not np.issubdtype(np.asarray(reward).dtype, np.number):
+        raise UsageError(
+            f"{name}: step() returned the reward {reward!r}, but a reward is one number; return a "
+            "float."
+        )
+    for flag in (terminated, truncated):
+        if np.ndim(flag):
+            raise UsageError(f"{name}: step() returned the flag {flag!r}, but a flag is one bool.")
+
+
+def _check_observation(observation: Any, space: spaces.Space, where: str) -> None:
+    """Raises unless the shape is that of the space; bounds are not looked at."""
+    if isinstance(space, spaces.Dict):
+        if not isinstance(observation, dict) or observation.keys() != space.spaces.keys():
+            found = list(observation) if isinstance(observation, dict) else type(observation)
+            raise UsageError(
+                f"{where} returned {found}, but the observation space has the entries "
+                f"{list(space)}."
+            )
+        for key, part in space.items():
+            _check_observation(observation[key], part, f"{where}, entry {key!r},")
+    elif np.shape(observation) != space.shape:
+        raise UsageError(
+            f"{where} returned an observation of shape {np.shape(observation)}, but the "
+            f"observation space has shape {space.shape}."
+        )
