@@ -21,6 +21,11 @@ from nmer_recipes.files import CHECKPOINT, resume_word, write_text
 FREE = {"resume", "run_dir", "checkpoint_every", "video", "logger"}
 FREE |= {"threads", "compile", "losses", "device", "storage_device", "storage", "collector"}
 FREE |= {"replay.search"}  # other ways to the same neighbours
+# Settings that runs of earlier versions do not name, with the values that they had.
+ADDED = {
+    "critic_loss": "squared",
+    "env": {"count": 1, "kwargs": {}, "wrappers": None, "max_steps": None},
+}
 _DECIDED = {"target_entropy"}  # null until a run has looked at its task
 _LONGEST_GROUP = 128  # characters that W&B takes
 _LONGEST_NAME = 200  # bytes; most file systems take 255
@@ -194,7 +199,7 @@ def _raise_if_different(directory: Path, cfg: DictConfig, *, further: bool = Fal
 def read_config(directory: Path) -> dict[str, Any]:
     """Returns the settings that a run was made with."""
     try:
-        loaded = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
+        loaded = OmegaConf.load(directory / "config.yaml")
     except FileNotFoundError:
         raise UsageError(
             f"{directory} has no config.yaml, so it is not the directory of a run; name another, "
@@ -206,9 +211,11 @@ def read_config(directory: Path) -> dict[str, Any]:
             f"{directory / 'config.yaml'} cannot be read ({reason}); move the directory away, or "
             "start a new run without `resume`."
         ) from None
-    if not isinstance(loaded, dict):
+    if not isinstance(loaded, DictConfig):
         raise UsageError(f"{directory / 'config.yaml'} is not the config of a run.")
-    return {str(name): value for name, value in loaded.items()}
+    whole = OmegaConf.to_container(OmegaConf.merge(ADDED, loaded))
+    assert isinstance(whole, dict)
+    return {str(name): value for name, value in whole.items()}
 
 
 def _differences(saved: dict[str, Any], cfg: DictConfig) -> dict[str, tuple[Any, Any]]:

@@ -207,7 +207,7 @@ def check_words(words: Sequence[str], recipe: str) -> None:
 
 def _check_task(chosen: str) -> None:
     """Raises a `UsageError` for a task that the group `env` does not have; `a,b` chooses two."""
-    known = sorted(_choices("env"))
+    known = sorted(choices_of("env"))
     for name in chosen.split(","):
         if re.fullmatch(r"[\w.:/-]+", name) and name not in (*known, "null"):
             near = difflib.get_close_matches(name, known, n=1)
