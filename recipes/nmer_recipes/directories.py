@@ -143,6 +143,7 @@ def _differences(directory: Path, cfg: DictConfig) -> list[str]:
             f"{directory / 'config.yaml'} cannot be read ({reason}); move the directory away, or "
             "start a new run without `resume`."
         ) from None
+    there = {"env.count": 1} | there  # before it could be set
     here = flatten(OmegaConf.to_container(cfg, resolve=True))
     names = sorted(there.keys() | here.keys())
     return [

@@ -104,6 +104,7 @@ RANGES: dict[str, Range] = {
     "stretch": _COUNT,
     "alpha": _POSITIVE,
     # Groups
+    "env.count": _COUNT,
     "collector.workers": _COUNT,
     "collector.frames_per_batch": _COUNT,
     "collector.cpus": Range(0.01),
@@ -114,7 +115,8 @@ CHOICES: dict[str, Sequence[bool | str | None]] = {
     "losses": ("direct", "torchrl"),
     "storage": ("memory", "memmap"),
     "video": (True, False),
-    "collector.kind": ("local", "ray"),
+    "collector.kind": ("local", "torchrl", "multiprocess", "ray"),
+    "collector.sync": (True, False),
     "logger.mode": ("online", "offline", "disabled", None),
 }
 TEXTS = ("name", "run_dir", "resume", "cache", "out", "collector.address")
@@ -158,7 +160,7 @@ def check_names(cfg: DictConfig, recipe: str, choices: Mapping[str, str | None])
     for group in defaults:
         choice = choices.get(group)
         if choice is not None and choice in _choices(group):
-            reference[group] = _settings(group, choice)
+            reference[group] |= _settings(group, choice)
         elif choice is not None:  # a file of the user's own says for itself what there is
             reference[group] = OmegaConf.to_container(cfg[group])
     given = OmegaConf.to_container(cfg)
@@ -210,7 +212,9 @@ def _read(recipe: str) -> tuple[dict[str, Any], dict[str, str]]:
             choices |= {group: choice for group, choice in entry.items() if group in _groups()}
         elif entry != "_self_":
             reference |= _load(CONF / f"{entry}.yaml")
-    reference |= settings | {group: {} for group in choices}
+    reference |= settings
+    # What the recipe itself says of a group holds for each of its files.
+    reference |= {group: reference.get(group, {}) for group in choices}
     del reference["hydra"]
     return reference, choices
 

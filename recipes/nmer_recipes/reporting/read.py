@@ -26,7 +26,7 @@ Tell = Callable[[str], None]
 _NEEDED = ("algorithm", "env.name", "replay.kind", "replay_ratio", "seed", "total_frames")
 _FREE = FREE | {"name", "seed"}  # what may differ between runs that are seeds of one setting
 # Of workers elsewhere, which act by older weights than the learner's.
-_REMOTE = ("collector.kind", "collector.workers", "collector.frames_per_batch")
+_REMOTE = ("collector.kind", "collector.workers", "collector.frames_per_batch", "collector.sync")
 
 
 class BadRunError(Exception):
@@ -68,6 +68,8 @@ class RunData:
     def setting(self) -> tuple[tuple[str, str], ...]:
         """The config without what may differ between seeds."""
         names = {name for name in self.config if name.split(".")[0] not in _FREE}
+        if self.config.get("env.count") == 1:
+            names.remove("env.count")  # runs from before it could be set had one, too
         if self.config.get("collector.kind", "local") != "local":
             names |= self.config.keys() & set(_REMOTE)
         values = ((name, self.config[name]) for name in sorted(names))
