@@ -18,6 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.collectors import BaseCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.envs import Compose, DoubleToFloat, EnvBase, GymWrapper, RewardSum, TransformedEnv
+from torchrl.weight_update import SharedMemWeightSyncScheme
 from tqdm import tqdm
 
 from nmer_recipes.envs import make_env
@@ -25,6 +26,7 @@ from nmer_recipes.errors import UsageError
 from nmer_recipes.seeding import Stream
 
 _AFTER = ("observation", "reward", "terminated")  # entries of a row under "next"
+_PATIENCE = 4.0  # seconds in which processes are to end by themselves
 MakeEnv = Callable[[], EnvBase]
 
 
@@ -194,9 +196,16 @@ class ProcessCollector(BatchCollector):
             frames_per_batch=cfg.frames_per_batch * (self.workers if cfg.sync else 1),
             total_frames=-1,
             update_at_each_batch=True,
+            # Out of step no one waits for the workers' receipts, which a lost one would not send.
+            weight_sync_schemes={"policy": SharedMemWeightSyncScheme(sync=cfg.sync)},
             num_threads=self.cfg.threads,
             init_fn=_leave_interrupts_to_the_learner,
         )
+
+    def _stop(self) -> None:
+        if self._collector is not None:
+            self._collector.shutdown(timeout=_PATIENCE, raise_on_error=False)
+        self._collector = None
 
     def _receive(self) -> TensorDictBase:
         try:
