@@ -14,7 +14,7 @@ from recipe_helpers import make_config
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 
-from nmer_recipes import config, remote  # isort: skip
+from nmer_recipes import batches, config, remote  # isort: skip
 from nmer_recipes.collect import FrameCollector, make_collector  # isort: skip
 from nmer_recipes.envs import make_env  # isort: skip
 from nmer_recipes.runs import Run  # isort: skip
@@ -104,17 +104,17 @@ def test_an_address_where_no_one_listens_is_told_at_once(address):
 def test_rows_of_a_worker_are_those_of_the_local_collector(monkeypatch):
     collector, _ = make_remote("env=Hopper")
     task = collector.cfg.env
-    batch = remote._make_env(task, 3).rollout(200, break_when_any_done=False)
+    batch = batches.make_envs(task, 3).rollout(200, break_when_any_done=False)
     monkeypatch.setattr(collector, "_receive", batch.clone)
     local = FrameCollector(
-        make_env(task),
+        [make_env(task)],
         Recorded(batch["action"]),
         seed=3,
         random_frames=0,
         stream=Stream(0, CPU),
         device=CPU,
     )
-    (local._observation,) = local._upload(local.env.reset()[0])  # a worker resets once more
+    local._observations = list(local._upload(local.envs[0].reset()[0]))  # a worker resets once more
     for _ in range(200):
         row, expected = collector.step(), local.step()
         assert set(row.keys(True, True)) == set(expected.keys(True, True))
@@ -153,7 +153,7 @@ def test_a_run_may_go_on_with_another_collector():
     there.frames, there.returns = 7, [1.0]
     here, _ = make_remote("collector=local")
     here.load_state_dict(there.state_dict())
-    assert (here.frames, here.returns, here.episode_return) == (7, [1.0], 0.0)
+    assert (here.frames, here.returns, here.episode_returns) == (7, [1.0], [0.0])
     here.step()
     back, _ = make_remote()
     back.load_state_dict(here.state_dict())
@@ -163,7 +163,7 @@ def test_a_run_may_go_on_with_another_collector():
 @needs_ray
 def test_consecutive_rows_find_each_other_among_those_of_other_workers(monkeypatch):
     collector, _ = make_remote()
-    workers = [remote._make_env(collector.cfg.env, seed) for seed in range(2)]
+    workers = [batches.make_envs(collector.cfg.env, seed) for seed in range(2)]
     rollouts = [env.rollout(64, break_when_any_done=False) for env in workers]
     batches = [part for both in zip(*(r.split(8) for r in rollouts), strict=True) for part in both]
     monkeypatch.setattr(collector, "_receive", lambda: batches.pop(0))
@@ -193,7 +193,7 @@ def test_workers_act_at_random_and_then_by_the_learners_weights(cluster):
         first = take(collector, 24)
         assert distance(first).median() > 0.1
         assert first["action"].abs().max() <= 1
-        (worker,) = collector._workers.remote_collectors
+        (worker,) = collector._collector.remote_collectors
         look = worker.__ray_call__.remote(lambda _: "nmer_recipes" in sys.modules)
         assert not remote.ray.get(look)  # so that other machines need no recipes
         assert distance(take(collector, 16)).max() < 1e-5
@@ -229,7 +229,7 @@ def test_training_outlives_a_killed_worker_and_goes_on_after_a_lost_node(
         return seen.collector
 
     def kill_worker():
-        workers = [where(worker) for worker in seen.collector._workers.remote_collectors]
+        workers = [where(worker) for worker in seen.collector._collector.remote_collectors]
         assert len({node for node, _ in workers}) == 2  # one on each
         os.kill(workers[0][1], signal.SIGKILL)
 
@@ -237,7 +237,7 @@ def test_training_outlives_a_killed_worker_and_goes_on_after_a_lost_node(
         gone = cluster.list_all_nodes()[-1]
         (worker,) = [
             worker
-            for worker in seen.collector._workers.remote_collectors
+            for worker in seen.collector._collector.remote_collectors
             if where(worker)[0] == gone.node_id
         ]
         cluster.remove_node(gone)

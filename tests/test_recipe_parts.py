@@ -205,7 +205,7 @@ def test_the_horizon_is_no_termination(end, terminated):
     cfg = make_config("sac", "env=gym", f"env.id={name}")
     device = torch.device("cpu")
     acting = collect.FrameCollector(
-        envs.make_env(cfg.env),
+        [envs.make_env(cfg.env)],
         lambda seen: seen.set("action", torch.ones(1)),
         seed=0,
         random_frames=0,

@@ -12,7 +12,8 @@ from torchrl.envs.transforms import Transform
 from nmer_torchrl.keys import as_keys, get_entry, next_key
 
 # What TorchRL's transforms note about an episode beside its observations.
-_NOTES = {"reward", "episode_reward", "original_reward", "time_reset", "time_step", "time_policy"}
+_NOTES = {"reward", "original_reward", "time_reset", "time_step", "time_policy"}
+_NOTES |= {"episode_reward", "reward_sum"}  # returns so far, by their names in TorchRL
 _REWARD: NestedKey = ("next", "reward")
 
 

@@ -103,7 +103,7 @@ def bench_train(args: argparse.Namespace) -> list[dict[str, Any]]:
                 buffer.sampler.neighbors(buffer.storage, index)
             print(f"making all lists took {time.perf_counter() - begin:.0f} s")
         collector = FrameCollector(
-            make_env(OmegaConf.create({"id": "HalfCheetah-v5"})),
+            [make_env(OmegaConf.create({"id": "HalfCheetah-v5"}))],
             TensorDictModule(agent.actor, ["observation"], ["action"]),
             seed=0,
             random_frames=0,

@@ -243,6 +243,11 @@ def check_run(cfg: DictConfig) -> None:
         raise UsageError(
             "losses=torchrl is not compiled, but compile=true was given; leave one of the two out."
         )
+    if cfg.collector.kind != "local" and cfg.collector.frames_per_batch % cfg.env.count:
+        raise UsageError(
+            f"collector.frames_per_batch={cfg.collector.frames_per_batch} cannot be shared evenly "
+            f"by env.count={cfg.env.count} environments; make it a multiple of env.count."
+        )
     for name in ("device", "storage_device"):
         try:
             torch.empty(0, device=torch.device(cfg[name]))

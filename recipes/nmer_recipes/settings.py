@@ -105,6 +105,7 @@ RANGES: dict[str, Range] = {
     "stretch": _COUNT,
     "alpha": _POSITIVE,
     # Groups
+    "env.count": _COUNT,
     "env.max_steps": Range(1, whole=True, null="for the task's own limit"),
     "collector.workers": _COUNT,
     "collector.frames_per_batch": _COUNT,
@@ -117,7 +118,8 @@ CHOICES: dict[str, Sequence[bool | str | None]] = {
     "critic_loss": ("squared", "huber"),
     "storage": ("memory", "memmap"),
     "video": (True, False),
-    "collector.kind": ("local", "ray"),
+    "collector.kind": ("local", "torchrl", "multiprocess", "ray"),
+    "collector.sync": (True, False),
     "logger.mode": ("online", "offline", "disabled", None),
 }
 TEXTS = ("env.id", "env.name", "name", "run_dir", "resume", "cache", "out", "collector.address")
@@ -228,6 +230,7 @@ def _read(recipe: str) -> tuple[dict[str, Any], dict[str, str]]:
             choices |= {group: choice for group, choice in entry.items() if group in find_groups()}
         elif entry != "_self_":
             reference |= _load(CONF / f"{entry}.yaml")
+    # What the recipe itself says of a group holds for each of its files.
     reference |= settings | {group: reference.get(group, {}) for group in choices}
     del reference["hydra"]
     reference.pop("defaults", None)

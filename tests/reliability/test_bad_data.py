@@ -295,7 +295,7 @@ def test_an_environment_that_goes_bad_in_the_middle(kind, bad):
     buffer = make(kind)
     stream = seeding.Stream(0, torch.device("cpu"))
     collector = collect.FrameCollector(
-        GoesBad(bad), None, seed=0, random_frames=99, stream=stream, device=torch.device("cpu")
+        [GoesBad(bad)], None, seed=0, random_frames=99, stream=stream, device=torch.device("cpu")
     )
     for _ in range(10):
         store(buffer, collector.step(), None)

@@ -28,7 +28,7 @@ _NEEDED = ("algorithm", "env.name", "replay.kind", "replay_ratio", "seed", "tota
 _FREE = FREE | {"name", "seed"}  # what may differ between runs that are seeds of one setting
 _OF_TASK = re.compile(r"env\.(name|version|id|wrappers|kwargs(\..*)?)$")  # one word says them all
 # Of workers elsewhere, which act by older weights than the learner's.
-_REMOTE = ("collector.kind", "collector.workers", "collector.frames_per_batch")
+_REMOTE = ("collector.kind", "collector.workers", "collector.frames_per_batch", "collector.sync")
 
 
 class BadRunError(Exception):

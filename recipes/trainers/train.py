@@ -1,0 +1,21 @@
+"""One of TorchRL's own trainers, with a replay buffer of this package chosen by its name.
+
+python recipes/trainers/train.py --config-name sac
+"""
+
+from __future__ import annotations
+
+import hydra
+from omegaconf import DictConfig
+
+import nmer_torchrl.configs  # noqa: F401, so that `replay_buffer=nmer` is known
+
+
+@hydra.main(version_base="1.3", config_path=".", config_name="sac")
+def main(cfg: DictConfig) -> None:
+    """Makes the trainer and trains."""
+    hydra.utils.instantiate(cfg.trainer).train()
+
+
+if __name__ == "__main__":
+    main()
