@@ -3,7 +3,6 @@
 import os
 import pickle
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -87,31 +86,6 @@ def test_what_is_no_run_is_told(tmp_path):
         play.main([str(tmp_path)])
     with pytest.raises(UsageError, match="which='newest' is not known; give 'best' or 'last'"):
         load_policy(tmp_path, "newest")
-
-
-def test_dict_observations_are_taken_as_the_task_gives_them(tmp_path, monkeypatch):
-    class Arm(gymnasium.Env):
-        observation_space = gymnasium.spaces.Dict(
-            {name: gymnasium.spaces.Box(-1, 1, (2,)) for name in ("goal", "arm")}
-        )
-        action_space = gymnasium.spaces.Box(0, 5, (1,))
-
-        def reset(self, **options):
-            super().reset(**options)
-            return self.observation_space.sample(), {}
-
-        def step(self, action):
-            return self.observation_space.sample(), 0.0, False, False, {}
-
-    gymnasium.register("Arm-v0", Arm, max_episode_steps=5)
-    try:
-        train("td3", tmp_path / "run", "env=gym", "env.id=Arm-v0")
-        policy = load_policy(tmp_path / "run")
-        action = policy.act({"goal": np.ones(2), "arm": np.zeros(2)})
-        assert 1 < action[0] < 5  # in the bounds of the task; the recipe's own are -1 and 1
-        np.testing.assert_allclose(action, policy.act(np.array([0.0, 0.0, 1.0, 1.0])), rtol=1e-6)
-    finally:
-        del gymnasium.registry["Arm-v0"]
 
 
 def test_a_task_that_cannot_be_filmed_is_refused_before_it_trains():

@@ -22,23 +22,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nmer_recipes import paper
-from nmer_recipes.directories import (
-    flatten,
-    place_in_sweep,
-    place_in_wandb_sweep,
-    read_score,
-)
+from nmer_recipes.directories import flatten, place_in_sweep, place_in_wandb_sweep, read_score
 from nmer_recipes.errors import UsageError
 from nmer_recipes.methods import make_method, register_methods
 from nmer_recipes.resume import add_choices, continue_config
-from nmer_recipes.settings import (
-    CONF,
-    TASK_PAGE,
-    check_names,
-    check_values,
-    check_words,
-    show,
-)
+from nmer_recipes.settings import CONF, TASK_PAGE, check_names, check_values, check_words, show
 
 
 def _paper(name: str, *, _root_: DictConfig) -> int | float | None:
@@ -214,7 +202,8 @@ def check_task_settings(env: DictConfig) -> None:
     if OmegaConf.is_missing(env, "id"):
         example = "torchrl.envs.PendulumEnv" if "kind" in env else "my_package:MyRobot-v0"
         raise UsageError(f"The task is not named; give env.id, as env.id={example}: {TASK_PAGE}.")
-    if "version" in env and env.id != f"{env.name}-{env.version}":
+    known = "version" in env and env.name in (*paper.LOCOMOTION, *paper.SMALL)
+    if known and env.id != f"{env.name}-{env.version}":
         raise UsageError(
             f"env.id={env.id}, but the settings are those of {env.name}-{env.version}; for a task "
             f"of your own give env=gym env.id={env.id}: {TASK_PAGE}."

@@ -135,8 +135,9 @@ def get_state(env: gymnasium.Env) -> dict[str, Any]:
         if not known:
             return start
         state |= known
+    own = [layer.get_state() for layer in holders]
     try:
-        return state | {"own": [as_plain(layer.get_state()) for layer in holders]}
+        return state | {"own": as_plain(own)}
     except TypeError:  # a value that a checkpoint cannot hold
         return start
 
