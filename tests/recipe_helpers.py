@@ -69,13 +69,15 @@ def expand(lines: list[str]) -> list[tuple[str, tuple[str, ...]]]:
         assert (python, multirun) == ("python", "-m")
         runs: list[tuple[str, ...]] = [()]
         for override in OverridesParser.create().parse_overrides(overrides):
-            if override.is_hydra_override() or override.key_or_group == "hydra/launcher":
-                continue
             key = override.key_or_group
-            values = (
-                list(override.sweep_string_iterator()) if override.is_sweep_override() else None
-            )
-            values = values or [override.get_value_element_as_str()]
+            if override.is_hydra_override() or key in ("hydra/launcher", "hydra/sweeper"):
+                continue
+            if override.is_interval_sweep():  # the ends of what a search may draw
+                values = [str(override.value().start), str(override.value().end)]
+            elif override.is_sweep_override():
+                values = list(override.sweep_string_iterator())
+            else:
+                values = [override.get_value_element_as_str()]
             runs = [(*run, f"{key}={value}") for run in runs for value in values]
         found += [(recipe.removeprefix("recipes/"), run) for run in runs]
     return found

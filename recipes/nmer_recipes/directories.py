@@ -219,11 +219,14 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _differences(saved: dict[str, Any], cfg: DictConfig) -> dict[str, tuple[Any, Any]]:
-    """Returns by name what a run was made with, and what is asked for now, where these differ."""
+    """Returns by name what a run was made with, and what is asked for now, where these differ.
+
+    Settings that the recipes got after the run had begun are none of them.
+    """
     there, here = flatten(saved), flatten(OmegaConf.to_container(cfg, resolve=True))
     different = {}
-    for name in sorted(there.keys() | here.keys()):
-        values = there.get(name, "nothing"), here.get(name, "nothing")
+    for name in sorted(there):
+        values = there[name], here.get(name, "nothing")
         decided = name in _DECIDED and None in values
         if values[0] != values[1] and not decided and not {name, name.split(".")[0]} & FREE:
             different[name] = values

@@ -71,8 +71,10 @@ def continue_config(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
     given = {"resume", "run_dir", *typed} - same
     if "device" in given and cfg.device != saved.get("device"):
         given |= {name for name in _BY_DEVICE if OmegaConf.select(cfg, name) is not None}
-    # What was added to the recipes after the run had begun has its default.
-    merged = saved | {name: value for name, value in composed.items() if name not in saved}
+    # Settings that the recipes got after the run had begun have their defaults.
+    merged = composed | saved
+    for group in _find_choices(saved).keys() & composed.keys():
+        merged[group] = composed[group] | saved[group]
     for name in sorted(given & set(_names(composed))):  # groups come before what is below them
         _copy(composed, merged, name)
     continued = OmegaConf.create(merged)

@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from tqdm import tqdm
 
+from nmer_recipes.curve import draw_curve
 from nmer_recipes.directories import find_directory, update_config
 from nmer_recipes.files import stopped_by_errors, told_of_errors, write_text
 from nmer_recipes.loggers import Logger, check_logger, make_logger
@@ -280,7 +281,7 @@ class Run:
         }
         with stopped_by_errors(self.directory):
             self._write_metrics()
-            _draw_curve(self.directory / "curve.png", self.rows, self.cfg.name)
+            draw_curve(self.directory / "curve.png", self.rows, self.cfg.name)
             write_text(self.directory / "summary.json", json.dumps(summary, indent=2) + "\n")
         if self._logger is not None:
             self._logger.summarize({"score": self.score})
@@ -324,20 +325,3 @@ class Run:
 
 def _in_sweep() -> bool:
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-
-
-def _draw_curve(path: Path, rows: list[dict[str, float]], name: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for column, label in (("train/return", "training"), ("eval/return", "evaluation")):
-        points = [(row["frames"], row[column]) for row in rows if column in row]
-        axes.plot(*zip(*points, strict=True), label=label) if points else None
-    axes.set(title=name, xlabel="environment frames", ylabel="return")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
