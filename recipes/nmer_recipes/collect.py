@@ -182,12 +182,10 @@ class FrameCollector:
             state = state | {f"{name}s": [state[name]] for name in single}
         self._observations = list(self._upload(*(env.reset()[0] for env in self.envs)))
         self.episode_returns = [0.0] * len(self.envs)
-        names = ("envs", "observations", "episode_returns")
-        saved = zip(*(state.get(name, ()) for name in names), strict=True)
-        for i, (env, (there, observation, so_far)) in enumerate(zip(self.envs, saved)):
-            if envs.set_state(env, there):
-                self._observations[i] = observation.to(self.storage_device)
-                self.episode_returns[i] = so_far
+        for i, there in enumerate(state.get("envs", ())):
+            if envs.set_state(self.envs[i], there):
+                self._observations[i] = state["observations"][i].to(self.storage_device)
+                self.episode_returns[i] = state["episode_returns"][i]
         self._rows = deque(
             (TensorDict(left["row"]).to(self.storage_device), left["ended"])
             for left in state.get("rows", ())
