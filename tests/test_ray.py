@@ -12,14 +12,12 @@ import pytest
 import torch
 from recipe_helpers import make_config
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModuleBase
 
-from nmer_recipes import batches, config, remote  # isort: skip
-from nmer_recipes.collect import FrameCollector, make_collector  # isort: skip
+from nmer_recipes import config, remote  # isort: skip
+from nmer_recipes.collect import make_collector  # isort: skip
 from nmer_recipes.envs import make_env  # isort: skip
 from nmer_recipes.runs import Run  # isort: skip
-from nmer_recipes.seeding import Stream, seeds  # isort: skip
-from nmer_torchrl import make_replay_buffer
+from nmer_recipes.seeding import seeds  # isort: skip
 
 needs_ray = pytest.mark.skipif(remote.ray is None, reason="Ray is not installed")
 pytestmark = pytest.mark.xdist_group("ray")
@@ -60,19 +58,6 @@ def take(collector, rows: int) -> TensorDict:
     return torch.stack([collector.step() for _ in range(rows)])
 
 
-class Recorded(TensorDictModuleBase):
-    """Does again what was done."""
-
-    in_keys, out_keys = ["observation"], ["action"]
-
-    def __init__(self, actions):
-        super().__init__()
-        self.actions = iter(actions.unbind(0))
-
-    def forward(self, tensordict):
-        return tensordict.set("action", next(self.actions))
-
-
 def test_without_ray_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(remote, "ray", None)
     with pytest.raises(config.UsageError, match="pip install"):
@@ -101,53 +86,6 @@ def test_an_address_where_no_one_listens_is_told_at_once(address):
 
 
 @needs_ray
-def test_rows_of_a_worker_are_those_of_the_local_collector(monkeypatch):
-    collector, _ = make_remote("env=Hopper")
-    task = collector.cfg.env
-    batch = batches.make_envs(task, 3).rollout(200, break_when_any_done=False)
-    monkeypatch.setattr(collector, "_receive", batch.clone)
-    local = FrameCollector(
-        [make_env(task)],
-        Recorded(batch["action"]),
-        seed=3,
-        random_frames=0,
-        stream=Stream(0, CPU),
-        device=CPU,
-    )
-    local._observations = list(local._upload(local.envs[0].reset()[0]))  # a worker resets once more
-    for _ in range(200):
-        row, expected = collector.step(), local.step()
-        assert set(row.keys(True, True)) == set(expected.keys(True, True))
-        assert (row == expected).all()
-        assert row.batch_size == ()
-        assert (collector.ended is None) == (local.ended is None)
-    assert len(collector.returns) > 3
-    assert collector.returns == pytest.approx(local.returns, rel=1e-5)
-    assert collector.frames == 200
-
-
-@needs_ray
-def test_the_time_limit_ends_no_value(monkeypatch):
-    collector, _ = make_remote()
-    flags = torch.tensor([[0, 0], [1, 0], [0, 1], [1, 1]], dtype=torch.bool)
-    step = TensorDict(
-        observation=torch.zeros(4, 4),
-        reward=torch.ones(4, 1),
-        terminated=flags[:, :1],
-        truncated=flags[:, 1:],
-        done=flags.any(1, keepdim=True),
-        episode_reward=torch.arange(4.0).unsqueeze(1),
-        batch_size=[4],
-    )
-    rows = TensorDict(
-        observation=torch.zeros(4, 4), action=torch.zeros(4, 1), next=step, batch_size=[4]
-    )
-    monkeypatch.setattr(collector, "_receive", lambda: rows)
-    assert take(collector, 4)["next", "terminated"].flatten().tolist() == [0, 1, 0, 0]
-    assert collector.returns == [1.0, 2.0, 3.0]
-
-
-@needs_ray
 def test_a_run_may_go_on_with_another_collector():
     there, _ = make_remote()
     there.frames, there.returns = 7, [1.0]
@@ -158,24 +96,6 @@ def test_a_run_may_go_on_with_another_collector():
     back, _ = make_remote()
     back.load_state_dict(here.state_dict())
     assert back.frames == 8
-
-
-@needs_ray
-def test_consecutive_rows_find_each_other_among_those_of_other_workers(monkeypatch):
-    collector, _ = make_remote()
-    workers = [batches.make_envs(collector.cfg.env, seed) for seed in range(2)]
-    rollouts = [env.rollout(64, break_when_any_done=False) for env in workers]
-    batches = [part for both in zip(*(r.split(8) for r in rollouts), strict=True) for part in both]
-    monkeypatch.setattr(collector, "_receive", lambda: batches.pop(0))
-    buffer = make_replay_buffer("ct", capacity=200, batch_size=2_000)
-    buffer.extend(take(collector, 128))
-    index = buffer.sample()["index"]
-    stored = buffer.storage[:]
-    paired = index[index[:, 0] != index[:, 1]]
-    # 8 rows of one worker, then 8 of the other: a row is followed by the next one or the ninth.
-    assert set((paired[:, 1] - paired[:, 0]).tolist()) == {1, 9}
-    after, before = stored["next", "observation"][paired[:, 0]], stored["observation"][paired[:, 1]]
-    assert torch.equal(after, before)
 
 
 @needs_ray

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import sys
 from abc import ABC, abstractmethod
@@ -171,6 +172,7 @@ class InProcessCollector(BatchCollector):
             self._policy,
             frames_per_batch=self.cfg.collector.frames_per_batch,
             total_frames=-1,
+            auto_register_policy_transforms=False,  # policies here keep no state of an episode
         )
 
 
@@ -189,12 +191,14 @@ class ProcessCollector(BatchCollector):
 
     def _make(self, make_envs: list[MakeEnv]) -> BaseCollector:
         cfg = self.cfg.collector
+        _import_once()
         collector = MultiSyncCollector if cfg.sync else MultiAsyncCollector
         return collector(
             make_envs,
             self._policy,
             frames_per_batch=cfg.frames_per_batch * (self.workers if cfg.sync else 1),
             total_frames=-1,
+            auto_register_policy_transforms=False,
             update_at_each_batch=True,
             # Out of step no one waits for the workers' receipts, which a lost one would not send.
             weight_sync_schemes={"policy": SharedMemWeightSyncScheme(sync=cfg.sync)},
@@ -210,12 +214,19 @@ class ProcessCollector(BatchCollector):
     def _receive(self) -> TensorDictBase:
         try:
             return super()._receive()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # the latter where others end too slowly
             reason = str(error).strip().splitlines()[0]
             raise UsageError(
                 f"A worker of collector=multiprocess was lost at frame {self.frames} ({reason}); "
                 "what it printed is above. resume=auto goes on from the last checkpoint."
             ) from error
+
+
+def _import_once() -> None:
+    """Has workers fork from a process that has imported TorchRL, instead of each importing it."""
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        multiprocessing.set_start_method("forkserver", force=True)  # TorchRL sets another
+        multiprocessing.set_forkserver_preload(["torchrl.collectors", "torchrl.envs"])
 
 
 def _leave_interrupts_to_the_learner() -> None:

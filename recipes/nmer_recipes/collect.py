@@ -182,14 +182,12 @@ class FrameCollector:
         if "env" in state:  # written before there could be several
             single = ("env", "observation", "episode_return")
             state = state | {f"{name}s": [state[name]] for name in single}
-        names = ("envs", "observations", "episode_returns")
-        saved = list(zip(*(state.get(name, ()) for name in names), strict=True))
-        fresh = {}
+        saved, fresh = state.get("envs", ()), {}
         for i, env in enumerate(self.envs):
             env.reset()
-            if i < len(saved) and envs.set_state(env, saved[i][0]):
-                self._observations[i] = saved[i][1].to(self.storage_device)
-                self.episode_returns[i] = saved[i][2]
+            if i < len(saved) and envs.set_state(env, saved[i]):
+                self._observations[i] = state["observations"][i].to(self.storage_device)
+                self.episode_returns[i] = state["episode_returns"][i]
             else:
                 fresh[i], self.episode_returns[i] = env.reset()[0], 0.0
         if fresh:

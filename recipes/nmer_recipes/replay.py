@@ -11,6 +11,7 @@ import torch
 from omegaconf import DictConfig
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import TensorDictReplayBuffer
+from torchrl.envs.transforms import MultiStepTransform
 
 from nmer_recipes.errors import UsageError
 from nmer_recipes.memory import search_of
@@ -38,7 +39,7 @@ def make_buffer(
             if name not in (None, "faiss"):  # which is for the CPU
                 search = make_search(name, cfg.replay.get("k", 1), device)
                 method = replace(method, search=DeviceSearch(search, device))
-        return make_replay_buffer(
+        buffer = make_replay_buffer(
             method,
             **place,
             batch_size=cfg.batch_size,
@@ -46,6 +47,13 @@ def make_buffer(
         )
     except (TypeError, ValueError, ImportError) as error:
         raise UsageError(f"replay={cfg.replay.kind}: {error}") from None
+    if any(isinstance(part, MultiStepTransform) for part in buffer.transform.modules()):
+        raise UsageError(
+            f"replay={cfg.replay.kind} has a MultiStepTransform, but the recipes store single "
+            "rows, of several environments in turns; leave it out, or store rows of shape "
+            "[envs, steps] in a loop of your own."
+        )
+    return buffer
 
 
 def store(buffer: TensorDictReplayBuffer, row: TensorDictBase, ended: float | None) -> None:
