@@ -300,7 +300,7 @@ def test_a_saved_graph_is_taken_up_with_its_lists(case):
     second.load_state_dict(first.state_dict())
     nobody = torch.empty(0, dtype=torch.int64)
     second.sampler.neighbors(second.storage, nobody)
-    assert second.sampler.unit.neighborhood.search.stats()["lists"] >= 500
+    assert second.sampler.unit.search.stats()["lists"] >= 500
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))])
@@ -483,7 +483,7 @@ def test_only_rows_that_were_written_go_through_the_function():
 
 def test_features_need_no_gradient():
     buffer = make_buffer(FeatureSpace(torch.nn.Linear(3, 2).forward))
-    buffer.sampler.unit.neighborhood.rows.feature = lambda rows: torch.nn.Linear(3, 2)(
+    buffer.sampler.unit.rows.feature = lambda rows: torch.nn.Linear(3, 2)(
         rows["observation"]
     )
     buffer.extend(correlated(20))
