@@ -143,6 +143,12 @@ def samplers_of(buffer: ReplayBuffer) -> list[Sampler]:
     return [buffer._sampler]
 
 
+def stored_rows(buffer: ReplayBuffer) -> int:
+    """Returns how many rows a buffer holds; an ensemble, those of all members."""
+    storage = buffer._storage
+    return sum(len(each) for each in getattr(storage, "_storages", [storage]))
+
+
 def samplers_before(buffer: ReplayBuffer, transform: Transform) -> list[Sampler]:
     """Returns the samplers whose rows reach a transform of a buffer or of an ensemble."""
     samplers = samplers_of(buffer)

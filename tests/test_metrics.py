@@ -483,9 +483,7 @@ def test_only_rows_that_were_written_go_through_the_function():
 
 def test_features_need_no_gradient():
     buffer = make_buffer(FeatureSpace(torch.nn.Linear(3, 2).forward))
-    buffer.sampler.unit.rows.feature = lambda rows: torch.nn.Linear(3, 2)(
-        rows["observation"]
-    )
+    buffer.sampler.unit.rows.feature = lambda rows: torch.nn.Linear(3, 2)(rows["observation"])
     buffer.extend(correlated(20))
     buffer.sample()
     assert not buffer.sampler.embed(buffer.storage[:]).requires_grad

@@ -80,11 +80,6 @@ class PairSampler(Sampler):
         """What is drawn for each anchor."""
         return self.unit.draws
 
-    @property
-    def stored(self) -> int:
-        """Number of rows that were stored at the last draw."""
-        return self.unit.stored
-
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """Returns positions `[B, 1 + m]`: uniform anchors and their partners."""
         self._guard.check(self, storage, check_folded)

@@ -262,11 +262,6 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
         """What is drawn for each anchor."""
         return self.unit.draws
 
-    @property
-    def stored(self) -> int:
-        """Number of rows that were stored at the last draw."""
-        return self.unit.rows.length
-
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """Positions `[B, 2]` of anchors by priority and partners, and their weights `[B, 2]`."""
         self._guard.check(self, storage, check_folded, _check_updates)
