@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +19,12 @@ from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS
 from nmer_torchrl.metrics import Metric
 from nmer_torchrl.neighbors import NeighborSearch, SearchName
 from nmer_torchrl.pairs import NeighborPairs, QuantileCap
-from nmer_torchrl.samplers.base import NeighborQueries, load_state, save_state
+from nmer_torchrl.samplers.base import NeighborQueries, StateFile
 
 _FLOAT32 = torch.finfo(torch.float32)
 
 
-class CheckedPrioritizedSampler(PrioritizedSampler):
+class CheckedPrioritizedSampler(StateFile, PrioritizedSampler):
     """TorchRL's `PrioritizedSampler`, with checks and with a state that is safe to load.
 
     Position i is drawn with probability `(p_i + eps) ** alpha / sum_j (p_j + eps) ** alpha`, and
@@ -173,11 +172,6 @@ class CheckedPrioritizedSampler(PrioritizedSampler):
         super()._empty()
         self._ranked = 0
 
-    def loads(self, path: str | Path) -> None:
-        """Loads what `dumps` saved; TorchRL cannot, once a priority has been given."""
-        self._empty()
-        super().loads(path)
-
     def state_dict(self) -> dict[str, Any]:
         """Priorities `[capacity]` as they are kept, `(p + eps) ** alpha`, and the parameters."""
         return {
@@ -257,11 +251,6 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
         )
         self._guard = Guard()
 
-    @property
-    def draws(self) -> str:
-        """What is drawn for each anchor."""
-        return self.unit.draws
-
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """Positions `[B, 2]` of anchors by priority and partners, and their weights `[B, 2]`."""
         self._guard.check(self, storage, check_folded, _check_updates)
@@ -275,11 +264,6 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
             # Importance weights go with `powers ** -beta`: the same norm as the anchor's.
             other = weight * (powers[:, 0] / powers[:, 1]) ** self.beta
         return index, {"priority_weight": torch.stack([weight, other], -1)}
-
-    def synchronize(self, storage: Storage) -> None:
-        """Takes up whatever has changed in the storage, rather than at the next draw."""
-        with self.unit.lock:
-            self.unit.synchronize(storage)
 
     def update_pairs(
         self, index: Tensor, weight: Tensor, priority: Tensor, *, storage: Storage
@@ -361,14 +345,6 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
         with self.unit.lock:
             super().load_state_dict(state_dict.get("priorities", {}))
             self.unit.load_state_dict(state_dict)
-
-    def dumps(self, path: str | Path) -> None:
-        """Saves `state_dict()` into the directory `path`."""
-        save_state(self, path)
-
-    def loads(self, path: str | Path) -> None:
-        """Loads what `dumps` saved."""
-        load_state(self, path)
 
     def __repr__(self) -> str:
         return (
