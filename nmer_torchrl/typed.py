@@ -18,7 +18,7 @@ from nmer_torchrl.methods.options import (
     InterpolationName,
     MetricOption,
 )
-from nmer_torchrl.neighbors import NeighborSearch, SearchName
+from nmer_torchrl.neighbors import SearchOption
 
 TransformOption: TypeAlias = Transform | Callable[[TensorDictBase], TensorDictBase]
 
@@ -66,7 +66,7 @@ class NamedOptions(BufferOptions, total=False):
     anchor_keys: Sequence[NestedKey]
     same_keys: Sequence[NestedKey]
     k: int
-    search: SearchName | NeighborSearch
+    search: SearchOption
     metric: MetricOption
     alpha: float
     first_alpha: float

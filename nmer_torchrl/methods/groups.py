@@ -28,7 +28,7 @@ from nmer_torchrl.methods.options import (
     read_metric,
     read_search,
 )
-from nmer_torchrl.neighbors import NeighborSearch, SearchName
+from nmer_torchrl.neighbors import SearchOption
 from nmer_torchrl.transforms import Gate, MeanMixup, PairMixup, Same
 
 ALPHA = 0.75  # the default of NMER's released code, as of every method that mixes pairs
@@ -75,7 +75,7 @@ class Near(Keyed[S]):
             `{"quantile": 0.9}` sets the limit from the distances of recent rows. None for no limit.
     """
 
-    search: SearchName | NeighborSearch = option("auto", read_search)
+    search: SearchOption = option("auto", read_search)
     metric: MetricOption = option("euclidean", read_metric)
     max_distance: DistanceOption | None = option(None, read_distance)
 

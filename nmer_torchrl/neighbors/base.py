@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -58,6 +58,10 @@ class NeighborSearch(Protocol):
     def clear(self) -> None:
         """Forgets all points."""
         ...
+
+
+SearchOption: TypeAlias = SearchName | NeighborSearch
+"""A neighbour search, by its name or as an object."""
 
 
 class Search(ABC):

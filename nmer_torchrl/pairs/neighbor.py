@@ -16,7 +16,7 @@ from nmer_torchrl.checks import is_integer
 from nmer_torchrl.functional import choose_neighbor
 from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS, join_entries
 from nmer_torchrl.metrics import Euclidean, Metric, Space, View
-from nmer_torchrl.neighbors import NeighborSearch, Search, SearchName, check_search
+from nmer_torchrl.neighbors import Search, SearchOption, check_search
 from nmer_torchrl.pairs.base import Pairing
 from nmer_torchrl.pairs.cap import Cap, QuantileCap
 from nmer_torchrl.tracking.rows import StoredRows, check_positions, stored_entries
@@ -36,7 +36,7 @@ class NearPairing(Pairing):
         self,
         k: int = 10,
         *,
-        search: SearchName | NeighborSearch = "auto",
+        search: SearchOption = "auto",
         keys: Sequence[NestedKey] = POINT_KEYS,
         value_keys: Sequence[NestedKey] = VALUE_KEYS,
         metric: Metric | None = None,
@@ -248,26 +248,9 @@ def _check_metric(metric: Metric) -> Metric:
 class NeighborPairs(NearPairing):
     """Pairs each anchor with one of its k nearest neighbours among all that is stored now.
 
-    Nearest by the Euclidean distance over Z-scored, concatenated entries (by default observation
-    and action), or by another metric. The Z-scores are those of the rows stored now: they follow
-    every write and every overwrite. With fewer than k others stored the partner is one of those
-    there are; with none, the anchor itself. Rows with a non-finite entry are never partners and
-    have none.
-
-    Args:
-        k: Number of neighbours to choose from.
-
-    Keyword Args:
-        search: `"auto"` (KeOps where the storage is on CUDA, the graph elsewhere), `"graph"`,
-            `"keops"`, `"torch"`, `"faiss"`, or an object that satisfies `NeighborSearch`.
-        keys: Entries in which distances are measured; they may be nested and of any shape.
-        value_keys: Entries that must be finite, too, for a row to be a partner: what the transform
-            mixes beyond `keys`.
-        metric: How far apart rows are: any `Metric`, such as `Mahalanobis()`. `None` uses
-            `Euclidean()`.
-        max_distance: Greatest distance of a partner under the metric, or a `QuantileCap`. An anchor
-            whose partner is farther away is paired with itself. `None` for no limit.
-        generator: Source of all randomness; `None` uses torch's global one.
+    Neighbours, promises and arguments are those of `NeighborPairSampler`, which draws uniform
+    anchors beside this pairing. `generator` is the source of all randomness; `None` uses torch's
+    global one.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer

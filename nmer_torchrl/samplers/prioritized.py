@@ -17,7 +17,7 @@ from nmer_torchrl.composition import Guard, check_folded
 from nmer_torchrl.functional import mean_by_position, pair_priorities
 from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS
 from nmer_torchrl.metrics import Metric
-from nmer_torchrl.neighbors import NeighborSearch, SearchName
+from nmer_torchrl.neighbors import SearchOption
 from nmer_torchrl.pairs import NeighborPairs, QuantileCap
 from nmer_torchrl.samplers.base import NeighborQueries, StateFile
 
@@ -234,7 +234,7 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
         alpha: float = 0.6,
         beta: float = 0.4,
         eps: float = 1e-6,
-        search: SearchName | NeighborSearch = "auto",
+        search: SearchOption = "auto",
         keys: Sequence[NestedKey] = POINT_KEYS,
         value_keys: Sequence[NestedKey] = VALUE_KEYS,
         metric: Metric | None = None,

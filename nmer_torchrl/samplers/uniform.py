@@ -13,7 +13,7 @@ from nmer_torchrl import _compat
 from nmer_torchrl.composition import Guard, check_folded
 from nmer_torchrl.keys import END_KEYS, POINT_KEYS, TRAJECTORY_KEY, VALUE_KEYS
 from nmer_torchrl.metrics import Metric
-from nmer_torchrl.neighbors import NeighborSearch, SearchName
+from nmer_torchrl.neighbors import SearchOption
 from nmer_torchrl.pairs import (
     NearPairing,
     Neighborhoods,
@@ -90,7 +90,7 @@ class NearSampler(NeighborQueries, PairSampler):
         self,
         k: int = 10,
         *,
-        search: SearchName | NeighborSearch = "auto",
+        search: SearchOption = "auto",
         keys: Sequence[NestedKey] = POINT_KEYS,
         value_keys: Sequence[NestedKey] = VALUE_KEYS,
         metric: Metric | None = None,
@@ -205,47 +205,27 @@ class RandomPairSampler(PairSampler):
 class TemporalPairSampler(PairSampler):
     """Pairs a uniform anchor with the transition that followed it in its episode.
 
-    With `PairMixup` this is Continuous Transition (Lin et al., 2020) as the NMER paper compares
-    with it: alpha is fixed and a terminal transition is not mixed, where the source learns alpha
-    and mixes the last transition of an episode with the one before it.
-
-    `SuccessorPairs` says how successors are found and which rows have none.
-
-    Keyword Args:
-        keys: Observations and actions. Those whose `("next", key)` is among `value_keys` are the
-            observations by which successors are found.
-        value_keys: Next observations and rewards.
-        end_keys: Flags that end an episode; those that are stored count.
-        trajectory_key: Where the id of a trajectory is; counts if it is stored.
+    With `PairMixup` this is Continuous Transition. `SuccessorPairs` says how successors are found,
+    which rows have none, and what the arguments are.
 
     Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-        >>> from nmer_torchrl import PairMixup, TemporalPairSampler
         >>> buffer = TensorDictReplayBuffer(
-        ...     storage=LazyTensorStorage(1_000),
-        ...     sampler=TemporalPairSampler(),
-        ...     transform=PairMixup(alpha=0.75),
-        ...     batch_size=32,
+        ...     storage=LazyTensorStorage(1_000), sampler=TemporalPairSampler(), batch_size=32
         ... )
         >>> states = torch.randn(5, 3)
-        >>> transitions = TensorDict(
-        ...     observation=states[:4],
-        ...     action=torch.randn(4, 1),
-        ...     next=TensorDict(
-        ...         observation=states[1:],
-        ...         reward=torch.randn(4, 1),
-        ...         terminated=torch.zeros(4, 1, dtype=torch.bool),
-        ...         batch_size=[4],
-        ...     ),
-        ...     batch_size=[4],
+        >>> following = TensorDict(
+        ...     observation=states[1:], reward=torch.randn(4, 1), batch_size=[4]
         ... )
-        >>> _ = buffer.extend(transitions)
+        >>> _ = buffer.extend(
+        ...     TensorDict(
+        ...         observation=states[:4], action=torch.randn(4, 1), next=following, batch_size=[4]
+        ...     )
+        ... )
         >>> buffer.sampler.successors(buffer.storage, torch.arange(4))
         tensor([ 1,  2,  3, -1])
-        >>> buffer.sample()["index"].shape
-        torch.Size([32, 2])
     """
 
     unit: SuccessorPairs
