@@ -14,10 +14,10 @@ from nmer_torchrl import (
     Method,
     NeighborPairSampler,
     PairMixup,
-    PairPrioritizedReplayBuffer,
     PrioritizedNeighborPairSampler,
     RandomPairSampler,
 )
+from nmer_torchrl.buffers import PairPrioritizedReplayBuffer
 from nmer_torchrl.configs import make_config
 from nmer_torchrl.methods import METHODS, option_names
 from nmer_torchrl.methods.groups import Keyed

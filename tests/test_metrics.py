@@ -24,11 +24,11 @@ from nmer_torchrl import (
     Mahalanobis,
     NeighborPairSampler,
     PairMixup,
-    PairPrioritizedReplayBuffer,
     PrioritizedNeighborPairSampler,
     ProductNorm,
     metrics,
 )
+from nmer_torchrl.buffers import PairPrioritizedReplayBuffer
 from nmer_torchrl.metrics import Metric, mahalanobis
 from nmer_torchrl.neighbors import FaissSearch, KeOpsSearch, NeighborGraph, TorchSearch
 from nmer_torchrl.tracking.covariance import RunningCovariance
@@ -423,7 +423,7 @@ def test_running_correlation_is_that_of_the_points_that_remain(data):
         new = torch.randn(data.draw(st.integers(1, 20)), 3, generator=generator) * size
         new[:, 2] += new[:, 0]
         gone = data.draw(st.integers(0, len(kept)))
-        stats.update(new, removed=kept[:gone])
+        stats.replace(new, kept[:gone])
         kept = torch.cat([kept[gone:], new])
     if stats.doubt > 1e-9:
         stats.recompute(kept)

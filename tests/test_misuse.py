@@ -35,7 +35,6 @@ from nmer_torchrl import (
     Mahalanobis,
     NeighborPairSampler,
     PairMixup,
-    PairPrioritizedReplayBuffer,
     PrioritizedNeighborPairSampler,
     RandomPairSampler,
     StateMixup,
@@ -44,6 +43,7 @@ from nmer_torchrl import (
     samplers,
     transforms,
 )
+from nmer_torchrl.buffers import PairPrioritizedReplayBuffer
 from nmer_torchrl.samplers import NeighborhoodSampler, SpreadSampler
 from nmer_torchrl.transforms import (
     Fraction,

@@ -53,12 +53,11 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from nmer_torchrl import (
     NMER,
     Method,
-    PairPrioritizedReplayBuffer,
     __version__,
     make_replay_buffer,
     methods,
 )
-from nmer_torchrl.buffers import MethodName
+from nmer_torchrl.buffers import MethodName, PairPrioritizedReplayBuffer
 
 assert_type(__version__, str)
 """

@@ -359,6 +359,6 @@ def _check_updates(sampler: PrioritizedNeighborPairSampler, buffer: ReplayBuffer
     if not getattr(owner, "updates_pairs", False):
         raise TypeError(
             f"{type(sampler).__name__} keeps priorities of both members of a pair, which a "
-            f"{type(owner).__name__} does not update; use a PairPrioritizedReplayBuffer, or "
-            'make_replay_buffer("per_nmer", ...).'
+            f"{type(owner).__name__} does not update; use a PairPrioritizedReplayBuffer of "
+            'nmer_torchrl.buffers, or make_replay_buffer("per_nmer", ...).'
         )
