@@ -1,10 +1,11 @@
-"""Writes what pages derive from the methods: their table, and their list in the reference.
+"""Writes what pages derive from the methods: their table, and their lists in other pages.
 
 python docs/tables.py
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,10 @@ def pages() -> dict[Path, str]:
         path = DOCS / name
         before, _, after = path.read_text().split("<!-- methods -->\n")
         found[path] = f"<!-- methods -->\n{text}\n\n<!-- methods -->\n".join([before, after])
+    recipes = DOCS / "recipes.md"
+    names = ", ".join(f"`{name}`" for name in sorted(METHODS))
+    row = re.compile(r"^(\| `replay` \| nmer \| ).*?(: \[every method\])", re.MULTILINE)
+    found[recipes] = row.sub(rf"\1{names}\2", recipes.read_text())
     return found
 
 

@@ -3,7 +3,7 @@
 from importlib import metadata
 
 from nmer_torchrl import methods
-from nmer_torchrl.buffers import PairPrioritizedReplayBuffer, make_replay_buffer
+from nmer_torchrl.buffers import make_replay_buffer
 from nmer_torchrl.methods import NMER, Method
 from nmer_torchrl.metrics import Euclidean, FeatureSpace, Mahalanobis, ProductNorm
 from nmer_torchrl.pairs import Neighborhoods, NeighborPairs, RandomPairs, SuccessorPairs
@@ -32,7 +32,6 @@ __all__ = [
     "NeighborPairs",
     "Neighborhoods",
     "PairMixup",
-    "PairPrioritizedReplayBuffer",
     "PairStorage",
     "PrioritizedNeighborPairSampler",
     "ProductNorm",

@@ -143,6 +143,12 @@ def samplers_of(buffer: ReplayBuffer) -> list[Sampler]:
     return [buffer._sampler]
 
 
+def stored_rows(buffer: ReplayBuffer) -> int:
+    """Returns how many rows a buffer holds; an ensemble, those of all members."""
+    storage = buffer._storage
+    return sum(len(each) for each in getattr(storage, "_storages", [storage]))
+
+
 def samplers_before(buffer: ReplayBuffer, transform: Transform) -> list[Sampler]:
     """Returns the samplers whose rows reach a transform of a buffer or of an ensemble."""
     samplers = samplers_of(buffer)
@@ -234,26 +240,11 @@ def move_metadata(state: Any, device: torch.device) -> None:
 
 def draw_by_priority(
     sampler: PrioritizedSampler, storage: Storage, batch_size: int
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Any, dict[str, Tensor]]:
     """What TorchRL's sampler draws, from torch's global generator where it would use NumPy's.
 
-    For rows on CUDA, it draws random numbers where its trees are. Here they are drawn where the
-    rows are, so that batches are the same wherever the trees are.
+    It draws random numbers where the rows are, so that batches are the same wherever the trees are.
     """
-    if rows_device(storage).type != "cpu":
-        return _draw_by_priority(sampler, storage, batch_size)
-    given = sampler._rng
-    if given is None and sampler.device.type == "cpu":
-        sampler._rng = torch.default_generator
-    try:
-        return PrioritizedSampler.sample(sampler, storage, batch_size)
-    finally:
-        sampler._rng = given
-
-
-def _draw_by_priority(
-    sampler: PrioritizedSampler, storage: Storage, batch_size: int
-) -> tuple[Tensor, dict[str, Tensor]]:
     length, tree, device = len(storage), sampler._sum_tree, sampler.device
     if not length:
         raise RuntimeError("Cannot sample from an empty storage; extend the buffer first.")
@@ -271,8 +262,10 @@ def _draw_by_priority(
             index = torch.where(powers == 0, index - 1, index)
             powers = torch.as_tensor(tree[index])
     weight = torch.pow(powers / least, -sampler.beta)
-    weight = weight.to(place, non_blocking=True)
-    return index.to(place, non_blocking=True), {"priority_weight": weight}
+    index, weight = (each.to(place, non_blocking=True) for each in (index, weight))
+    if storage.ndim > 1:
+        return torch.unravel_index(index, storage.shape), {"priority_weight": weight}
+    return index, {"priority_weight": weight}
 
 
 def rows_device(storage: Storage) -> torch.device:

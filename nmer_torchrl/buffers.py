@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler, Storage, TensorStorage
 from torchrl.envs.transforms import Transform
 
-from nmer_torchrl import _compat
+from nmer_torchrl import _compat, typed
 from nmer_torchrl.checks import is_integer
+from nmer_torchrl.generators import draw_seed
 from nmer_torchrl.methods import PERNMER, Method, make_method
 from nmer_torchrl.methods.base import S
 from nmer_torchrl.pair_priorities import PairPrioritizedReplayBuffer
@@ -45,39 +46,39 @@ def make_replay_buffer(
 ) -> TypedReplayBuffer[S]: ...
 @overload
 def make_replay_buffer(
-    method: Literal["nmer", "1nn", "interpolated_rewards"], **options: Unpack[NamedOptions]
+    method: typed.NeighborPair, **options: Unpack[NamedOptions]
 ) -> TypedReplayBuffer[NeighborPairSampler]: ...
 @overload
 def make_replay_buffer(
-    method: Literal["per_nmer"], **options: Unpack[NamedOptions]
+    method: typed.PrioritizedPair, **options: Unpack[NamedOptions]
 ) -> PairPrioritizedReplayBuffer: ...
 @overload
 def make_replay_buffer(
-    method: Literal["neighborhood", "gp"], **options: Unpack[NamedOptions]
+    method: typed.Neighborhood, **options: Unpack[NamedOptions]
 ) -> TypedReplayBuffer[NeighborhoodSampler]: ...
 @overload
 def make_replay_buffer(
-    method: Literal["mixup", "mixreg"], **options: Unpack[NamedOptions]
+    method: typed.RandomPair, **options: Unpack[NamedOptions]
 ) -> TypedReplayBuffer[RandomPairSampler]: ...
 @overload
 def make_replay_buffer(
-    method: Literal["ct", "tuned_ct"], **options: Unpack[NamedOptions]
+    method: typed.TemporalPair, **options: Unpack[NamedOptions]
 ) -> TypedReplayBuffer[TemporalPairSampler]: ...
 @overload
 def make_replay_buffer(
-    method: Literal["per"], **options: Unpack[NamedOptions]
+    method: typed.Prioritized, **options: Unpack[NamedOptions]
 ) -> TypedReplayBuffer[CheckedPrioritizedSampler]: ...
 @overload
 def make_replay_buffer(
-    method: Literal["noisy"], **options: Unpack[NamedOptions]
+    method: typed.Spread, **options: Unpack[NamedOptions]
 ) -> TypedReplayBuffer[SpreadSampler]: ...
 @overload
 def make_replay_buffer(
-    method: Literal["ero"], **options: Unpack[NamedOptions]
+    method: typed.Learned, **options: Unpack[NamedOptions]
 ) -> TypedReplayBuffer[ReplayOptimizationSampler]: ...
 @overload
 def make_replay_buffer(
-    method: Literal["uniform", "s4rl", "ras"], **options: Unpack[NamedOptions]
+    method: typed.Single, **options: Unpack[NamedOptions]
 ) -> TypedReplayBuffer[RandomSampler]: ...
 @overload
 def make_replay_buffer(
@@ -154,7 +155,7 @@ def make_replay_buffer(
     if own is None:
         own = RowCheck() if isinstance(storage, TensorStorage) else None  # a list takes any row
     elif generator is not None and getattr(own, "generator", generator) is None:
-        own.generator = _spawn(generator)
+        own.generator = torch.Generator(generator.device).manual_seed(draw_seed(generator))
     buffer = chosen.buffer_class(
         storage=storage,
         sampler=sampler,
@@ -255,10 +256,3 @@ def _make_storage(
             "on that device."
         )
     return storage
-
-
-def _spawn(generator: torch.Generator) -> torch.Generator:
-    """Returns a new generator whose seed is drawn from the given one."""
-    device = generator.device
-    seed = torch.randint(2**62, (), generator=generator, device=device, dtype=torch.int64)
-    return torch.Generator(device).manual_seed(int(seed))

@@ -8,7 +8,7 @@ and a transform that folds them to one by `folds`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -88,22 +88,38 @@ def check_folded(part: Sampler | SampleUnit, buffer: ReplayBuffer) -> None:
         )
 
 
-def check_measures(transform: Transform, parts: Mapping[str, Any]) -> None:
-    """Raises if what a transform measures by, by name, does not belong to the buffer that draws.
+def find_geometry(fold: Transform) -> Any:
+    """Returns the sampler of neighbours, or the pairing, that draws for this fold now."""
+    buffer = _compat.buffer_that_draws()
+    if buffer is None:
+        raise RuntimeError(
+            f"{type(fold).__name__} measures by the sampler of the buffer that draws, but none "
+            "does; sample from a buffer, or give `geometry`."
+        )
+    parts = (*_compat.samplers_before(buffer, fold), _compat.unit_of(buffer))
+    found = [part for part in parts if hasattr(part, "embed")]
+    if len(found) != 1:
+        raise TypeError(
+            f"{type(fold).__name__} measures by the metric of one sampler of neighbours, but "
+            f"{_name_draw(buffer)} draw for it; use NeighborhoodSampler, or "
+            "sample_unit=Neighborhoods(), or give `geometry`."
+        )
+    return found[0]
 
-    After `buffer.set_sampler(...)`, the sampler that a Gaussian process was made with is no longer
-    told of writes, so its statistics would be those of other rows.
+
+def check_spread(transform: Transform, spread: Any) -> None:
+    """Raises if the spread that a transform was made with is not that of the buffer that draws.
+
+    After `buffer.set_sampler(...)` the sampler that keeps it up is no longer told of writes.
     """
-    buffer = _compat.buffer_that_draws() if parts else None
+    buffer = _compat.buffer_that_draws()
     samplers = [] if buffer is None else _compat.samplers_before(buffer, transform)
-    unit = None if buffer is None else _compat.unit_of(buffer)
-    for name, part in parts.items():
-        if not all(_owns(sampler, part) or part is unit for sampler in samplers):
-            raise ValueError(
-                f"{name} of {type(transform).__name__} belongs to another sampler, not to the "
-                f"{_name_draw(buffer)} of this buffer, so it would measure other rows. Create it "
-                "with the sampler, or the pairing, of this buffer."
-            )
+    if buffer is not None and any(getattr(s, "spread", None) is not spread for s in samplers):
+        raise ValueError(
+            f"spread of {type(transform).__name__} belongs to another sampler, not to the "
+            f"{_name_draw(buffer)} of this buffer, so it would measure other rows. Create it with "
+            "the sampler of this buffer."
+        )
 
 
 def check_paired(fold: Transform, batch: TensorDictBase, takes: str) -> bool:
@@ -161,7 +177,3 @@ def _remedy(batch: TensorDictBase, buffer: ReplayBuffer) -> str:
         "use a sampler that draws pairs, such as NeighborPairSampler, add "
         "sample_unit=NeighborPairs() beside the sampler, or leave the fold out."
     )
-
-
-def _owns(sampler: Sampler, part: Any) -> bool:
-    return any(part is own for own in (sampler, *map(vars(sampler).get, ("spread", "unit"))))

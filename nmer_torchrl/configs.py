@@ -108,7 +108,9 @@ def register() -> None:
         given = {"method": name, **options}
         node = _derive(make_replay_buffer, given, method.__name__, (ReplayBufferBaseConfig,))
         store(group="replay_buffer", name=name, node=node)
-    pairs = TensorDictReplayBufferConfig(_target_="nmer_torchrl.PairPrioritizedReplayBuffer")
+    pairs = TensorDictReplayBufferConfig(
+        _target_="nmer_torchrl.buffers.PairPrioritizedReplayBuffer"
+    )
     store(group="replay_buffer", name="pair_prioritized", node=pairs)
 
 

@@ -1,4 +1,4 @@
-"""States of random generators, across devices."""
+"""Seeds and states of random generators, across devices."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def draw_seed(generator: torch.Generator | None) -> int:
+    """A seed out of a generator, wherever that is; `None` for torch's global one."""
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(2**62, (), generator=generator, device=device))
 
 
 def restore_generator(generator: torch.Generator, state: Tensor) -> None:

@@ -13,12 +13,6 @@ from torch import Tensor, nn
 _BETAS, _EPS = (0.9, 0.999), 1e-8  # of Adam
 
 
-def draw_seed(generator: torch.Generator | None) -> int:
-    """A seed out of a generator, wherever that is; `None` for torch's global one."""
-    device = "cpu" if generator is None else generator.device
-    return int(torch.randint(2**62, (), generator=generator, device=device))
-
-
 def make_mlp(widths: Sequence[int], seed: int) -> nn.Sequential:
     """Linear layers of these widths with ReLU in between, on the CPU.
 

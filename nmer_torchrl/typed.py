@@ -18,27 +18,31 @@ from nmer_torchrl.methods.options import (
     InterpolationName,
     MetricOption,
 )
-from nmer_torchrl.neighbors import NeighborSearch, SearchName
+from nmer_torchrl.neighbors import SearchOption
 
 TransformOption: TypeAlias = Transform | Callable[[TensorDictBase], TensorDictBase]
 
+# The names of the methods, by what the sampler of their buffer is.
+Single = Literal["uniform", "s4rl", "ras"]
+Prioritized = Literal["per"]
+Spread = Literal["noisy"]
+Learned = Literal["ero"]
+RandomPair = Literal["mixup", "mixreg"]
+NeighborPair = Literal["nmer", "1nn", "interpolated_rewards"]
+Neighborhood = Literal["neighborhood", "gp"]
+PrioritizedPair = Literal["per_nmer"]
+TemporalPair = Literal["ct", "tuned_ct"]
+
 MethodName = Literal[
-    "uniform",
-    "per",
-    "mixup",
-    "1nn",
-    "nmer",
-    "per_nmer",
-    "neighborhood",
-    "gp",
-    "ct",
-    "tuned_ct",
-    "s4rl",
-    "noisy",
-    "ras",
-    "mixreg",
-    "interpolated_rewards",
-    "ero",
+    Single,
+    Prioritized,
+    Spread,
+    Learned,
+    RandomPair,
+    NeighborPair,
+    Neighborhood,
+    PrioritizedPair,
+    TemporalPair,
 ]
 """The names of the methods that `make_replay_buffer` knows."""
 
@@ -66,7 +70,7 @@ class NamedOptions(BufferOptions, total=False):
     anchor_keys: Sequence[NestedKey]
     same_keys: Sequence[NestedKey]
     k: int
-    search: SearchName | NeighborSearch
+    search: SearchOption
     metric: MetricOption
     alpha: float
     first_alpha: float

@@ -13,10 +13,10 @@ from nmer_torchrl import (
     Mahalanobis,
     NeighborPairSampler,
     PairMixup,
-    PairPrioritizedReplayBuffer,
     PrioritizedNeighborPairSampler,
     make_replay_buffer,
 )
+from nmer_torchrl.buffers import PairPrioritizedReplayBuffer
 from nmer_torchrl.pairs import NeighborPairs, QuantileCap
 from nmer_torchrl.pairs.cap import Cap
 from nmer_torchrl.samplers import NeighborhoodSampler

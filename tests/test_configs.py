@@ -14,10 +14,10 @@ from nmer_torchrl import (
     Method,
     NeighborPairSampler,
     PairMixup,
-    PairPrioritizedReplayBuffer,
     PrioritizedNeighborPairSampler,
     RandomPairSampler,
 )
+from nmer_torchrl.buffers import PairPrioritizedReplayBuffer
 from nmer_torchrl.configs import make_config
 from nmer_torchrl.methods import METHODS, option_names
 from nmer_torchrl.methods.groups import Keyed
@@ -47,7 +47,7 @@ def test_configs_make_their_objects():
     assert "keys=('state',)" in repr(instantiate(make_config(RandomPairSampler)(keys="state")))
     graph = {"_target_": "nmer_torchrl.neighbors.NeighborGraph", "k": 4, "exact": True}
     config = make_config(NeighborPairSampler)(k=4, search=graph)
-    assert instantiate(config).unit.neighborhood._chosen.exact
+    assert instantiate(config).unit._chosen.exact
     fold = instantiate(
         make_config(PairMixup)(alpha=0.2, mix_keys=["x"], terminated_key=["next", "end"])
     )

@@ -306,7 +306,7 @@ def test_rounding_that_wide_rows_leave_in_statistics_on_cuda_is_mended(cuda, mon
     for seed in range(8):
         buffer.extend(make_transitions(10, seed=seed))
         buffer.sample()
-    scale = buffer.sampler.unit.neighborhood.space.statistics.scale.cpu()
+    scale = buffer.sampler.unit.space.statistics.scale.cpu()
     torch.testing.assert_close(scale, oracle_scale(stored_points(buffer.storage).cpu()))
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import ReplayBufferEnsemble
 
 from nmer_torchrl import NeighborPairSampler, PairMixup, make_replay_buffer
 from nmer_torchrl.transforms import DensityFraction, ExponentialFraction, Fraction, LinearFraction
@@ -51,18 +52,35 @@ def test_schedules_stay_between_their_ends(first, last, rows, drawn):
 
 
 def test_density_follows_what_is_stored():
-    sampler = NeighborPairSampler(4, search="torch")
-    schedule = DensityFraction(sampler, 0.0, 0.8, rows=100)
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(200),
-        sampler=sampler,
-        transform=PairMixup(0.75, gates=[Fraction(schedule)]),
-        batch_size=50,
+    schedule, shares = DensityFraction(0.0, 0.8, rows=100), []
+
+    def fraction(drawn):
+        shares.append(schedule(drawn))
+        return shares[-1]
+
+    first, second = (
+        TensorDictReplayBuffer(
+            storage=LazyTensorStorage(200),
+            sampler=NeighborPairSampler(4, search="torch"),
+            transform=PairMixup(0.75, gates=[Fraction(fraction)]),
+            batch_size=50,
+        )
+        for _ in range(2)
     )
     for count, share in ((25, 0.2), (25, 0.4), (50, 0.8), (50, 0.8)):
-        buffer.extend(make_transitions(count, seed=count))
-        buffer.sample()
-        assert schedule(0) == pytest.approx(share)
+        first.extend(make_transitions(count, seed=count))
+        first.sample()
+        assert shares.pop() == pytest.approx(share)
+    first.set_sampler(NeighborPairSampler(4))  # none has counted rows yet
+    first.sample()
+    assert shares.pop() == pytest.approx(0.8)
+    first.empty()
+    for buffer in (first, second):
+        buffer.extend(make_transitions(25))
+    ReplayBufferEnsemble(first, second, sample_from_all=True, batch_size=50).sample()
+    assert shares == pytest.approx([0.4, 0.4])  # by the rows of both
+    with pytest.raises(RuntimeError, match="rows of the buffer that draws, but none does"):
+        schedule(0)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +92,7 @@ def test_density_follows_what_is_stored():
         (lambda: LinearFraction(1.0, 0.0, 0), "rows=0.*at least 1"),
         (lambda: ExponentialFraction(1.0, -0.1, 10), "last=-0.1"),
         (lambda: ExponentialFraction(1.0, 0.0, 0), "half_life=0.*at least 1"),
-        (lambda: DensityFraction(NeighborPairSampler(), 0.0, 1.0, -5), "rows=-5"),
+        (lambda: DensityFraction(0.0, 1.0, -5), "rows=-5"),
     ],
 )
 def test_bad_values_are_named(make, words):

@@ -1,5 +1,7 @@
 """Gaussian processes, and the fold that predicts outcomes by them, against their equations."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import make_transitions
@@ -71,7 +73,7 @@ def make_buffer(sampler, fold):
 def test_outcomes_are_predicted_at_the_mixed_input(metric):
     sampler = NeighborhoodSampler(4, search="torch", metric=metric)
     process = GaussianProcess(1.5, 1e-3)
-    buffer = make_buffer(sampler, GaussianProcessMixup(sampler, process=process))
+    buffer = make_buffer(sampler, GaussianProcessMixup(process=process))
     batch = buffer.sample()
     hood = buffer.storage[:][batch["index"]]
     weight = batch["mixup_weight"].double().unsqueeze(-1)
@@ -115,11 +117,14 @@ def test_predictions_are_nearer_to_curved_outcomes_than_mixes_are():
 def test_rows_of_high_variance_stay_unmixed():
     sampler = NeighborhoodSampler(4, search="torch")
     process = GaussianProcess(0.5, 1e-3, max_variance=0.2)
-    buffer = make_buffer(sampler, GaussianProcessMixup(sampler, process=process))
+    buffer = make_buffer(sampler, GaussianProcessMixup(process=process))
     index, _ = sampler.sample(buffer.storage, 300)
     hood = buffer.storage[:][index]
+    geometry = SimpleNamespace(embed=sampler.embed)
     fold, every = (
-        GaussianProcessMixup(sampler, process=p, generator=torch.Generator().manual_seed(1))
+        GaussianProcessMixup(
+            geometry=geometry, process=p, generator=torch.Generator().manual_seed(1)
+        )
         for p in (process, GaussianProcess(0.5, 1e-3))
     )
     batch, unchecked = fold(hood.clone()), every(hood.clone())

@@ -396,7 +396,7 @@ def test_saved_lists_are_taken_up_and_not_made_anew(tmp_path):
         assert (first == second).all()
         buffer.extend(make_transitions(30, seed=seed))
         other.extend(make_transitions(30, seed=seed))
-    lists = [b.sampler.unit.neighborhood.search.stats() for b in (buffer, other)]
+    lists = [b.sampler.unit.search.stats() for b in (buffer, other)]
     assert lists[0] == lists[1]
 
 
@@ -617,8 +617,8 @@ def test_a_saved_buffer_that_is_extended_before_it_is_sampled_keeps_its_lists():
     other.load_state_dict(buffer.state_dict())
     other.extend(make_transitions(150, seed=1))
     other.sample()
-    stats = other.sampler.unit.neighborhood.search.stats()
-    assert stats["built"] - buffer.sampler.unit.neighborhood.search.stats()["built"] < 150
+    stats = other.sampler.unit.search.stats()
+    assert stats["built"] - buffer.sampler.unit.search.stats()["built"] < 150
     index = torch.arange(1_000)
     neighbors = other.sampler.neighbors(other.storage, index)
     assert recall(stored_points(other.storage), index, neighbors) >= 0.999

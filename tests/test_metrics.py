@@ -24,11 +24,11 @@ from nmer_torchrl import (
     Mahalanobis,
     NeighborPairSampler,
     PairMixup,
-    PairPrioritizedReplayBuffer,
     PrioritizedNeighborPairSampler,
     ProductNorm,
     metrics,
 )
+from nmer_torchrl.buffers import PairPrioritizedReplayBuffer
 from nmer_torchrl.metrics import Metric, mahalanobis
 from nmer_torchrl.neighbors import FaissSearch, KeOpsSearch, NeighborGraph, TorchSearch
 from nmer_torchrl.tracking.covariance import RunningCovariance
@@ -300,7 +300,7 @@ def test_a_saved_graph_is_taken_up_with_its_lists(case):
     second.load_state_dict(first.state_dict())
     nobody = torch.empty(0, dtype=torch.int64)
     second.sampler.neighbors(second.storage, nobody)
-    assert second.sampler.unit.neighborhood.search.stats()["lists"] >= 500
+    assert second.sampler.unit.search.stats()["lists"] >= 500
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))])
@@ -423,7 +423,7 @@ def test_running_correlation_is_that_of_the_points_that_remain(data):
         new = torch.randn(data.draw(st.integers(1, 20)), 3, generator=generator) * size
         new[:, 2] += new[:, 0]
         gone = data.draw(st.integers(0, len(kept)))
-        stats.update(new, removed=kept[:gone])
+        stats.replace(new, kept[:gone])
         kept = torch.cat([kept[gone:], new])
     if stats.doubt > 1e-9:
         stats.recompute(kept)
@@ -483,9 +483,7 @@ def test_only_rows_that_were_written_go_through_the_function():
 
 def test_features_need_no_gradient():
     buffer = make_buffer(FeatureSpace(torch.nn.Linear(3, 2).forward))
-    buffer.sampler.unit.neighborhood.rows.feature = lambda rows: torch.nn.Linear(3, 2)(
-        rows["observation"]
-    )
+    buffer.sampler.unit.rows.feature = lambda rows: torch.nn.Linear(3, 2)(rows["observation"])
     buffer.extend(correlated(20))
     buffer.sample()
     assert not buffer.sampler.embed(buffer.storage[:]).requires_grad

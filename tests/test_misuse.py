@@ -32,9 +32,9 @@ from torchrl.objectives import DQNLoss
 
 from nmer_torchrl import (
     GaussianNoise,
+    Mahalanobis,
     NeighborPairSampler,
     PairMixup,
-    PairPrioritizedReplayBuffer,
     PrioritizedNeighborPairSampler,
     RandomPairSampler,
     StateMixup,
@@ -43,9 +43,9 @@ from nmer_torchrl import (
     samplers,
     transforms,
 )
+from nmer_torchrl.buffers import PairPrioritizedReplayBuffer
 from nmer_torchrl.samplers import NeighborhoodSampler, SpreadSampler
 from nmer_torchrl.transforms import (
-    DensityFraction,
     Fraction,
     GaussianProcessMixup,
     MeanMixup,
@@ -112,7 +112,7 @@ WRONG = {
     "MixReg, single rows": single(MixReg),
     "RewardMean, single rows": single(RewardMean),
     "NeighborhoodMixup, single rows": single(NeighborhoodMixup),
-    "GaussianProcessMixup, single rows": single(lambda: GaussianProcessMixup(other())),
+    "GaussianProcessMixup, single rows": single(GaussianProcessMixup),
     "PairMixup, rows by priority": (
         lambda **o: compose(PrioritizedSampler(N, 0.6, 0.4), PairMixup(), **o),
         DRAWN.format("PrioritizedSampler"),
@@ -150,17 +150,9 @@ WRONG = {
         lambda **o: compose(PrioritizedNeighborPairSampler(N), PairMixup(), **o),
         r"TensorDictReplayBuffer does not update; use a PairPrioritizedReplayBuffer",
     ),
-    "DensityFraction of another sampler": (
-        lambda **o: compose(
-            NeighborPairSampler(),
-            PairMixup(gates=[Fraction(DensityFraction(other(), 0.0, 1.0, 10))]),
-            **o,
-        ),
-        r"Fraction of PairMixup belongs to another sampler",
-    ),
-    "Gaussian process of another sampler": (
-        lambda **o: compose(NeighborhoodSampler(), GaussianProcessMixup(other()), **o),
-        r"geometry of GaussianProcessMixup belongs to another sampler",
+    "Gaussian process without a metric": (
+        lambda **o: compose(RandomPairSampler(), GaussianProcessMixup(), **o),
+        r"GaussianProcessMixup measures by the metric of one sampler of neighbours",
     ),
     "noise by the spread of another sampler": (
         lambda **o: compose(
@@ -221,14 +213,24 @@ def test_every_pairing_and_every_fold_is_in_the_table():
                 assert name in made, f"{name} is missing from WRONG in tests/test_misuse.py"
 
 
+def count_measures(sampler):
+    """A list that grows with each call of the sampler's `embed`."""
+    calls, embed = [], sampler.embed
+    sampler.embed = lambda batch: calls.append(batch) or embed(batch)
+    return calls
+
+
 def test_a_sampler_that_is_replaced_leaves_no_measure_behind():
-    sampler = NeighborhoodSampler(k=3)
-    buffer = compose(sampler, GaussianProcessMixup(sampler))
+    buffer = compose(NeighborhoodSampler(k=3), GaussianProcessMixup())
     buffer.extend(make_transitions(N))
     buffer.sample()
-    buffer.set_sampler(NeighborhoodSampler(k=3))
-    with pytest.raises(ValueError, match="geometry of GaussianProcessMixup belongs to another"):
-        buffer.sample()
+    second = NeighborhoodSampler(k=3, metric=Mahalanobis())
+    calls = count_measures(second)
+    buffer.set_sampler(second)
+    buffer.sample()
+    assert len(calls) == 2  # of the rows, and of their mix
+    with pytest.raises(TypeError, match="would stay when its buffer gets another sampler"):
+        GaussianProcessMixup(geometry=second)
     buffer.set_sampler(RandomSampler())
     with pytest.raises(TypeError, match=DRAWN.format("RandomSampler")):
         buffer.sample()
@@ -525,11 +527,20 @@ def test_parts_of_a_transition_that_stay_unmixed_are_named(keys, left):
         compose(NeighborPairSampler(), PairMixup(mix_keys=keys)).extend(make_transitions(N))
 
 
-def test_in_an_ensemble_a_measure_of_another_member_is_refused():
-    first, second = NeighborhoodSampler(k=3), NeighborhoodSampler(k=3)
-    members = [filled(lambda s=s: compose(s, GaussianProcessMixup(first))) for s in (first, second)]
-    ensemble = ReplayBufferEnsemble(*members, sample_from_all=True, batch_size=16)
-    with pytest.raises(ValueError, match="geometry of GaussianProcessMixup belongs to another"):
+def test_in_an_ensemble_each_member_measures_by_its_own_sampler():
+    samplers = NeighborhoodSampler(k=3), NeighborhoodSampler(k=3)
+    members = [filled(lambda s=s: compose(s, GaussianProcessMixup())) for s in samplers]
+    calls = [count_measures(sampler) for sampler in samplers]
+    ReplayBufferEnsemble(*members, sample_from_all=True, batch_size=16).sample()
+    assert [len(some) for some in calls] == [2, 2]
+
+
+def test_one_fold_over_several_samplers_has_no_metric_of_its_own():
+    members = [filled(lambda: compose(NeighborhoodSampler(k=3))) for _ in range(2)]
+    ensemble = ReplayBufferEnsemble(
+        *members, sample_from_all=True, batch_size=16, transform=GaussianProcessMixup()
+    )
+    with pytest.raises(TypeError, match="NeighborhoodSampler and NeighborhoodSampler draw for it"):
         ensemble.sample()
 
 
@@ -553,7 +564,7 @@ def test_a_measure_of_the_users_own_is_taken():
         def embed(self, batch):
             return sampler.embed(batch)
 
-    buffer = compose(sampler, GaussianProcessMixup(Scaled()))
+    buffer = compose(sampler, GaussianProcessMixup(geometry=Scaled()))
     buffer.extend(make_transitions(N))
     assert buffer.sample().shape == (8,)
 

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from nmer_torchrl.networks import CarefulAdam, draw_seed, make_mlp
+from nmer_torchrl.generators import draw_seed
+from nmer_torchrl.networks import CarefulAdam, make_mlp
 
 
 def test_layers_are_initialized_as_those_of_torch():

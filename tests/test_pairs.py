@@ -48,8 +48,6 @@ from nmer_torchrl.pairs import Pairing
 from nmer_torchrl.samplers import NeighborhoodSampler, PairSampler
 from nmer_torchrl.tracking import StoredRows
 from nmer_torchrl.transforms import (
-    DensityFraction,
-    Fraction,
     GaussianProcessMixup,
     NeighborhoodMixup,
 )
@@ -329,25 +327,13 @@ def test_neighborhoods_need_a_fold_of_their_own():
         buffer.sample()
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda unit: PairMixup(gates=[Fraction(DensityFraction(unit, 0.0, 1.0, 9))]),
-        lambda unit: GaussianProcessMixup(unit),
-    ],
-    ids=["density", "process"],
-)
-def test_a_measure_belongs_to_the_unit_of_the_same_buffer(transform):
-    unit, other = NeighborPairs(k=4), NeighborPairs(k=4)
-    used = make(other)
-    used.extend(episode())
-    used.sample()
-    right = make(unit, transform=transform(unit))
+def test_a_measure_is_that_of_the_unit_of_the_same_buffer():
+    right = make(NeighborPairs(k=4), transform=GaussianProcessMixup())
     right.extend(episode())
     right.sample()
-    wrong = make(NeighborPairs(k=4), transform=transform(other))
+    wrong = make(RandomPairs(), transform=GaussianProcessMixup())
     wrong.extend(episode())
-    with pytest.raises(ValueError, match="belongs to another sampler"):
+    with pytest.raises(TypeError, match="RandomSampler with RandomPairs draw for it"):
         wrong.sample()
 
 

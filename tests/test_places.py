@@ -51,7 +51,7 @@ def test_points_on_the_device_and_rows_in_host_memory(search):
             batches.append(buffer.sample())
             if pretends:
                 assert waits["to_host"] >= 1  # the answer
-                table = buffer.sampler.unit.neighborhood.search.search.table
+                table = buffer.sampler.unit.search.search.table
                 assert isinstance(table.points, Pretended)
     assert not isinstance(batches[1]["observation"], Pretended)
     assert torch.equal(*(batch["index"] for batch in batches))
@@ -129,7 +129,7 @@ def test_the_estimate_is_what_a_full_buffer_takes(search, k, names):
     buffer.sample()
     stored = buffer.storage.get(slice(0, n))
     assert sum(x.numel() * x.element_size() for x in stored.values(True, True)) == parts["rows"]
-    made = buffer.sampler.unit.neighborhood.search
+    made = buffer.sampler.unit.search
     kept = [made.table.points, made.table.valid]
     if search == "graph":
         lists = made._lists

@@ -27,10 +27,10 @@ from nmer_torchrl import (
     NeighborPairs,
     NeighborPairSampler,
     PairMixup,
-    PairPrioritizedReplayBuffer,
     PrioritizedNeighborPairSampler,
     make_replay_buffer,
 )
+from nmer_torchrl.buffers import PairPrioritizedReplayBuffer
 from nmer_torchrl.samplers import CheckedPrioritizedSampler
 from nmer_torchrl.tracking import rows
 

@@ -20,9 +20,8 @@ from torchrl.data import (
 )
 from torchrl.envs import GymEnv, SerialEnv
 
-from nmer_torchrl import PairMixup, PairStorage, TemporalPairSampler
-from nmer_torchrl.tracking import succession
-from nmer_torchrl.tracking.succession import Succession
+from nmer_torchrl import PairMixup, PairStorage, SuccessorPairs, TemporalPairSampler
+from nmer_torchrl.pairs import successor
 
 MINIMAL = ("observation", "action", ("next", "observation"), ("next", "reward"))
 RECIPE = (*MINIMAL, ("next", "terminated"))
@@ -150,7 +149,7 @@ def test_successors_are_those_of_the_true_episodes(entries, data):
 
 
 def by_definition(rows, order) -> list[int]:
-    """The successors in the words of `Succession`, row by row."""
+    """The successors in the words of `SuccessorPairs`, row by row."""
     found = [-1] * len(order)
     starts, ends = rows["observation"].tolist(), rows["next", "observation"].tolist()
     goes_on = (~rows["next", "terminated"]).squeeze(-1).tolist()
@@ -175,7 +174,7 @@ def test_rows_in_a_handful_of_states_follow_the_definition(data):
 @given(data=st.data())
 def test_rows_in_a_handful_of_states_on_a_device_follow_the_definition(data):
     with some_cuda(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(succession, "_FEW", 3)  # more than 3 rows go by the dictionary
+        patch.setattr(successor, "_FEW", 3)  # more than 3 rows go by the dictionary
         check_a_handful_of_states("cuda:0", data)
 
 
@@ -310,7 +309,7 @@ def test_rows_that_are_not_finite_follow_no_one():
 
 @pytest.mark.parametrize("entries", [RECIPE, None])
 def test_fingerprints_that_collide_do_not_make_a_pair(entries, monkeypatch):
-    monkeypatch.setattr(succession, "fingerprint", lambda rows: torch.zeros(len(rows)).long())
+    monkeypatch.setattr(successor, "fingerprint", lambda rows: torch.zeros(len(rows)).long())
     rows, names = Worlds(2).rows(25)
     if entries is not None:
         rows = rows.select(*entries)
@@ -323,7 +322,7 @@ def test_fingerprints_that_collide_do_not_make_a_pair(entries, monkeypatch):
 
 
 def test_fingerprints_that_collide_do_not_join_trajectories(monkeypatch):
-    monkeypatch.setattr(succession, "fingerprint", lambda rows: torch.zeros(len(rows)).long())
+    monkeypatch.setattr(successor, "fingerprint", lambda rows: torch.zeros(len(rows)).long())
     rows, _ = Worlds(1, end=0.0).rows(6)
     rows["collector", "traj_ids"][3:] = 7
     buffer = make_buffer()
@@ -333,9 +332,9 @@ def test_fingerprints_that_collide_do_not_join_trajectories(monkeypatch):
 
 def test_writes_that_continue_the_ring_match_the_new_rows_alone(monkeypatch):
     matched = []
-    original = Succession._new_rows
+    original = SuccessorPairs._new_rows
     monkeypatch.setattr(
-        Succession,
+        SuccessorPairs,
         "_new_rows",
         lambda self, n: matched.append(found := original(self, n)) or found,
     )

@@ -6,7 +6,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from nmer_torchrl.networks import draw_seed, make_mlp
+from nmer_torchrl.generators import draw_seed
+from nmer_torchrl.networks import make_mlp
 from nmer_torchrl.transforms import TunedMixup
 
 OPTIONS = {"keys": ["x"], "value_keys": ["y"], "terminated_key": "end"}

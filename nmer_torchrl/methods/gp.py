@@ -57,14 +57,13 @@ class GP(Near[NeighborhoodSampler], Folding[NeighborhoodSampler]):
         return NeighborhoodSampler(self.k, **self.search_options())
 
     def make_transform(self, sampler: NeighborhoodSampler) -> GaussianProcessMixup:
-        """Builds the fold, which measures by the sampler's metric."""
+        """Builds the fold."""
         return GaussianProcessMixup(
-            sampler,
             self.alpha,
             process=GaussianProcess(self.lengthscale, self.noise_variance, self.max_variance),
             keys=self.keys,
             value_keys=self.value_keys,
             terminated_key=self.terminated_key,
-            gates=self.make_gates(sampler),
+            gates=self.make_gates(),
             anchor_keys=self.anchor_keys,
         )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensordict import NestedKey
-from torchrl.data.replay_buffers import Sampler
 from torchrl.envs.transforms import Transform
 
 from nmer_torchrl.checks import NOT_NEGATIVE, POSITIVE
@@ -29,7 +28,7 @@ from nmer_torchrl.methods.options import (
     read_metric,
     read_search,
 )
-from nmer_torchrl.neighbors import NeighborSearch, SearchName
+from nmer_torchrl.neighbors import SearchOption
 from nmer_torchrl.transforms import Gate, MeanMixup, PairMixup, Same
 
 ALPHA = 0.75  # the default of NMER's released code, as of every method that mixes pairs
@@ -76,7 +75,7 @@ class Near(Keyed[S]):
             `{"quantile": 0.9}` sets the limit from the distances of recent rows. None for no limit.
     """
 
-    search: SearchName | NeighborSearch = option("auto", read_search)
+    search: SearchOption = option("auto", read_search)
     metric: MetricOption = option("euclidean", read_metric)
     max_distance: DistanceOption | None = option(None, read_distance)
 
@@ -114,17 +113,17 @@ class Gated(Ending[S]):
     anchor_keys: Sequence[NestedKey] = option((), read_keys)
     same_keys: Sequence[NestedKey] = option((), read_keys)
 
-    def make_gates(self, sampler: Sampler) -> list[Gate]:
-        """Builds the gates of the fold; the sampler counts stored rows for those that ask."""
+    def make_gates(self) -> list[Gate]:
+        """Builds the gates of the fold."""
         same: list[Gate] = [Same(*self.same_keys)] if self.same_keys else []
-        return same + make_fraction(self.fraction, sampler)
+        return same + make_fraction(self.fraction)
 
-    def fold_options(self, sampler: Sampler) -> dict[str, Any]:
+    def fold_options(self) -> dict[str, Any]:
         """Returns the arguments of a fold."""
         return {
             "mix_keys": (*self.keys, *self.value_keys),
             "terminated_key": self.terminated_key,
-            "gates": self.make_gates(sampler),
+            "gates": self.make_gates(),
             "anchor_keys": self.anchor_keys,
         }
 
@@ -166,9 +165,9 @@ class Pairs(Folding[S]):
     def make_transform(self, sampler: S) -> Transform:
         """Builds the fold."""
         if self.interpolation == "mean":
-            return MeanMixup(**self.fold_options(sampler))
+            return MeanMixup(**self.fold_options())
         alpha = 1.0 if self.interpolation == "uniform" else self.alpha
-        return PairMixup(alpha, **self.fold_options(sampler))
+        return PairMixup(alpha, **self.fold_options())
 
 
 @dataclass(frozen=True, kw_only=True)

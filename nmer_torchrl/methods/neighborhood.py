@@ -39,4 +39,4 @@ class Neighborhood(Near[NeighborhoodSampler], Folding[NeighborhoodSampler]):
 
     def make_transform(self, sampler: NeighborhoodSampler) -> NeighborhoodMixup:
         """Builds the fold."""
-        return NeighborhoodMixup(self.alpha, **self.fold_options(sampler))
+        return NeighborhoodMixup(self.alpha, **self.fold_options())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Literal, cast, get_args
 
 from tensordict import NestedKey
@@ -53,13 +52,11 @@ def make_metric(option: MetricOption) -> Metric:
     return cast(Metric, _named("metric", option, METRICS))
 
 
-def make_fraction(option: FractionOption, sampler: Any) -> list[Gate]:
+def make_fraction(option: FractionOption) -> list[Gate]:
     """Builds the gate that mixes a share of the rows; none if it is all of them.
 
-    The sampler counts the stored rows for `"density"`.
-
     Examples:
-        >>> make_fraction({"linear": {"first": 1, "last": 0, "rows": 1e6}}, None)
+        >>> make_fraction({"linear": {"first": 1, "last": 0, "rows": 1e6}})
         [Fraction(LinearFraction(first=1, last=0, rows=1000000.0))]
     """
     if callable(option):
@@ -70,7 +67,7 @@ def make_fraction(option: FractionOption, sampler: Any) -> list[Gate]:
     known: dict[str, Callable[..., Schedule]] = {
         "linear": LinearFraction,
         "exponential": ExponentialFraction,
-        "density": partial(DensityFraction, sampler),
+        "density": DensityFraction,
     }
     return [Fraction(_named("fraction", option, known, "a number from 0 to 1, "))]
 
@@ -145,5 +142,5 @@ def _keeps(check: Callable[[Any], object]) -> Callable[[str, Any], Any]:
 
 read_search = _keeps(check_search)
 read_metric = _keeps(make_metric)
-read_fraction = _keeps(partial(make_fraction, sampler=None))
+read_fraction = _keeps(make_fraction)
 read_distance = _keeps(make_cap)

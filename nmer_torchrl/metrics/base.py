@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from nmer_torchrl.neighbors import NeighborSearch, PointTable, Search, SearchName
+from nmer_torchrl.neighbors import PointTable, Search, SearchOption
+
+Widths: TypeAlias = Mapping[NestedKey, int]  # of entries, in the order in which points join them
 
 
 class View(Protocol):
@@ -96,15 +98,9 @@ class Metric(ABC):
     embeds: bool = True
 
     @abstractmethod
-    def check(self, search: SearchName | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
+    def check(self, search: SearchOption, keys: tuple[NestedKey, ...]) -> None:
         """Raises if this metric does not go with that search or with these keys."""
 
     @abstractmethod
-    def open(
-        self,
-        search: SearchName | NeighborSearch,
-        k: int,
-        widths: Mapping[NestedKey, int],
-        device: torch.device,
-    ) -> Space:
+    def open(self, search: SearchOption, k: int, widths: Widths, device: torch.device) -> Space:
         """A new space for k neighbours among points that join entries of these widths."""

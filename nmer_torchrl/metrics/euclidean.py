@@ -12,15 +12,8 @@ from tensordict import NestedKey, unravel_key
 from torch import Tensor
 
 from nmer_torchrl.keys import as_keys
-from nmer_torchrl.metrics.base import Metric, Space, View
-from nmer_torchrl.neighbors import (
-    SEARCHES,
-    NeighborSearch,
-    PointTable,
-    Search,
-    SearchName,
-    make_search,
-)
+from nmer_torchrl.metrics.base import Metric, Space, View, Widths
+from nmer_torchrl.neighbors import SEARCHES, PointTable, Search, SearchOption, make_search
 from nmer_torchrl.neighbors.base import as_search
 from nmer_torchrl.neighbors.exact import squared_norms
 from nmer_torchrl.tracking.standardize import RunningStandardizer
@@ -54,7 +47,7 @@ class Euclidean(Metric):
             self.weights[unravel_key(key)] = float(weight)
         self.by_key = bool(self.weights)
 
-    def check(self, search: SearchName | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
+    def check(self, search: SearchOption, keys: tuple[NestedKey, ...]) -> None:
         """See `Metric.check`."""
         for key in self.weights:
             if key not in keys:
@@ -63,13 +56,7 @@ class Euclidean(Metric):
                     "weigh one of those, or add it to `keys`."
                 )
 
-    def open(
-        self,
-        search: SearchName | NeighborSearch,
-        k: int,
-        widths: Mapping[NestedKey, int],
-        device: torch.device,
-    ) -> Space:
+    def open(self, search: SearchOption, k: int, widths: Widths, device: torch.device) -> Space:
         """See `Metric.open`."""
         factors = None
         if self.weights:
@@ -104,7 +91,7 @@ class ProductNorm(Metric):
     def __init__(self, *, action_keys: Sequence[NestedKey] = ("action",)) -> None:
         self.action_keys = as_keys(action_keys, "action_keys")
 
-    def check(self, search: SearchName | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
+    def check(self, search: SearchOption, keys: tuple[NestedKey, ...]) -> None:
         """See `Metric.check`."""
         declared = as_search(search) if not isinstance(search, str) else SEARCHES.get(search)
         if declared is not None and not declared.products:  # "auto" is one that has them
@@ -120,13 +107,7 @@ class ProductNorm(Metric):
                 f"other, among the entries in which distances are measured, {keys}."
             )
 
-    def open(
-        self,
-        search: SearchName | NeighborSearch,
-        k: int,
-        widths: Mapping[NestedKey, int],
-        device: torch.device,
-    ) -> Space:
+    def open(self, search: SearchOption, k: int, widths: Widths, device: torch.device) -> Space:
         """See `Metric.open`."""
         if search == "auto":
             search = "keops" if device.type == "cuda" else "torch"
@@ -138,7 +119,7 @@ class ProductNorm(Metric):
         return f"{type(self).__name__}(action_keys={self.action_keys})"
 
 
-def _by_dimension(values: dict[NestedKey, float], widths: Mapping[NestedKey, int]) -> Tensor:
+def _by_dimension(values: dict[NestedKey, float], widths: Widths) -> Tensor:
     """A number for each key to one for each dimension, `[d]`, float64."""
     return torch.cat(
         [torch.full((widths[key],), value, dtype=torch.float64) for key, value in values.items()]

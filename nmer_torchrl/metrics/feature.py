@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from nmer_torchrl.metrics.base import Metric, Space
+from nmer_torchrl.metrics.base import Metric, Space, Widths
 from nmer_torchrl.metrics.euclidean import Euclidean
-from nmer_torchrl.neighbors import NeighborSearch, SearchName
+from nmer_torchrl.neighbors import SearchOption
 
 
 class FeatureSpace(Metric):
@@ -54,17 +54,11 @@ class FeatureSpace(Metric):
         self.metric = metric
         self.embeds = metric.embeds
 
-    def check(self, search: SearchName | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
+    def check(self, search: SearchOption, keys: tuple[NestedKey, ...]) -> None:
         """See `Metric.check`."""
         self.metric.check(search, keys)
 
-    def open(
-        self,
-        search: SearchName | NeighborSearch,
-        k: int,
-        widths: Mapping[NestedKey, int],
-        device: torch.device,
-    ) -> Space:
+    def open(self, search: SearchOption, k: int, widths: Widths, device: torch.device) -> Space:
         """See `Metric.open`."""
         return self.metric.open(search, k, widths, device)
 

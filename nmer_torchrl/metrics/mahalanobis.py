@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from nmer_torchrl.metrics.base import Metric, Space
-from nmer_torchrl.neighbors import NeighborSearch, PointTable, Search, SearchName, make_search
+from nmer_torchrl.metrics.base import Metric, Space, Widths
+from nmer_torchrl.neighbors import PointTable, Search, SearchOption, make_search
 from nmer_torchrl.neighbors.exact import BLOCK, nearest, relative_error
 from nmer_torchrl.tracking.covariance import RunningCovariance
 from nmer_torchrl.tracking.standardize import recompute_if_doubtful
@@ -59,16 +58,10 @@ class Mahalanobis(Metric):
             )
         self.shrinkage = float(shrinkage)
 
-    def check(self, search: SearchName | NeighborSearch, keys: tuple[NestedKey, ...]) -> None:
+    def check(self, search: SearchOption, keys: tuple[NestedKey, ...]) -> None:
         """Any search and any keys will do."""
 
-    def open(
-        self,
-        search: SearchName | NeighborSearch,
-        k: int,
-        widths: Mapping[NestedKey, int],
-        device: torch.device,
-    ) -> Space:
+    def open(self, search: SearchOption, k: int, widths: Widths, device: torch.device) -> Space:
         """See `Metric.open`."""
         made = make_search(search, candidates(k), device)
         return WhitenedSpace(made, sum(widths.values()), self.shrinkage)

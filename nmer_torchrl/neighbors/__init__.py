@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from nmer_torchrl.neighbors.base import NeighborSearch, PointTable, Search, SearchName, as_search
+from nmer_torchrl.neighbors.base import (
+    NeighborSearch,
+    PointTable,
+    Search,
+    SearchName,
+    SearchOption,
+    as_search,
+)
 from nmer_torchrl.neighbors.device import DeviceSearch
 from nmer_torchrl.neighbors.faiss import FaissSearch
 from nmer_torchrl.neighbors.graph import NeighborGraph
@@ -20,6 +27,7 @@ __all__ = [
     "PointTable",
     "Search",
     "SearchName",
+    "SearchOption",
     "TorchSearch",
     "check_search",
     "make_search",
@@ -33,7 +41,7 @@ SEARCHES: dict[SearchName, type[Search]] = {
 }
 
 
-def check_search(search: SearchName | NeighborSearch) -> None:
+def check_search(search: SearchOption) -> None:
     """Raises if `search` neither names a search nor is one.
 
     Examples:
@@ -54,7 +62,7 @@ def check_search(search: SearchName | NeighborSearch) -> None:
         )
 
 
-def make_search(search: SearchName | NeighborSearch, k: int, device: torch.device) -> Search:
+def make_search(search: SearchOption, k: int, device: torch.device) -> Search:
     """Returns the search of that name for k neighbours among points on that device.
 
     `"auto"` is KeOps on CUDA and the graph elsewhere. An object is returned by `as_search`.

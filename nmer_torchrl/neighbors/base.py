@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -58,6 +58,10 @@ class NeighborSearch(Protocol):
     def clear(self) -> None:
         """Forgets all points."""
         ...
+
+
+SearchOption: TypeAlias = SearchName | NeighborSearch
+"""A neighbour search, by its name or as an object."""
 
 
 class Search(ABC):
@@ -203,3 +207,31 @@ class PointTable:
     def rows(self) -> tuple[Tensor, Tensor]:
         """Views of the points `[size, d]` and of the flags `[size]`."""
         return self.points[: self.size], self.valid[: self.size]
+
+
+class TableSearch(Search):
+    """Keeps the points in a table, and what a search derives from them until they change."""
+
+    fills = True
+    table: PointTable
+
+    def __init__(self) -> None:
+        self.table = PointTable()
+        self._changed()
+
+    @abstractmethod
+    def _changed(self) -> None:
+        """Forgets what was derived from the points."""
+
+    def write(self, index: Tensor, points: Tensor) -> None:
+        """See `NeighborSearch.write`."""
+        self.table.write(index, points)
+        self._changed()
+
+    def clear(self) -> None:
+        """See `NeighborSearch.clear`."""
+        self.table.clear()
+        self._changed()
+
+    def __reduce__(self) -> tuple[type[TableSearch], tuple[()]]:
+        return type(self), ()

@@ -7,13 +7,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from nmer_torchrl.neighbors.base import PointTable, Search
+from nmer_torchrl.neighbors.base import TableSearch
 from nmer_torchrl.neighbors.exact import refine, relative_error
 
 _SPARE = 8  # candidates beyond k, so that rounding rarely asks for a second search
 
 
-class FaissSearch(Search):
+class FaissSearch(TableSearch):
     """Exact nearest neighbours by FAISS's flat index, on the CPU.
 
     A flat index holds scaled points, so it is filled anew when points or scale have changed since
@@ -28,26 +28,12 @@ class FaissSearch(Search):
                 [2, 1]])
     """
 
-    fills = True
-    table: PointTable
-
     def __init__(self) -> None:
         self._faiss = _import_faiss()
-        self.table = PointTable()
+        super().__init__()
+
+    def _changed(self) -> None:
         self._filled_for: Tensor | None = None  # the scale under which the index was filled
-
-    def __reduce__(self) -> tuple[type[FaissSearch], tuple[()]]:
-        return FaissSearch, ()
-
-    def write(self, index: Tensor, points: Tensor) -> None:
-        """See `NeighborSearch.write`."""
-        self.table.write(index, points)
-        self._filled_for = None
-
-    def clear(self) -> None:
-        """See `NeighborSearch.clear`."""
-        self.table.clear()
-        self._filled_for = None
 
     def query(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
         """See `NeighborSearch.query`."""

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmer_torchrl.neighbors.base import PointTable, Search
+from nmer_torchrl.neighbors.base import TableSearch
 from nmer_torchrl.neighbors.exact import scan
 
 _LARGEST = 2**24  # KeOps returns positions as floating-point numbers
 _FAR = 1e30  # beyond any squared distance under a scale that follows the points
 
 
-class KeOpsSearch(Search):
+class KeOpsSearch(TableSearch):
     """Nearest neighbours by one KeOps reduction over all points, on CUDA or the CPU.
 
     Distances are taken by differences in the points' dtype, so that answers are exact up to its
@@ -43,27 +43,15 @@ class KeOpsSearch(Search):
                 [2, 1]])
     """
 
-    products = fills = True
-    table: PointTable
+    products = True
 
     def __init__(self) -> None:
         _import_pykeops()
-        self.table = PointTable()
+        super().__init__()
+
+    def _changed(self) -> None:
         self._scale: tuple[Tensor, Tensor] | None = None  # of the last query, and in its dtype
         self._far: Tensor | None = None  # [n, 1], what is added to distances of empty positions
-
-    def __reduce__(self) -> tuple[type[KeOpsSearch], tuple[()]]:
-        return KeOpsSearch, ()
-
-    def write(self, index: Tensor, points: Tensor) -> None:
-        """See `NeighborSearch.write`."""
-        self.table.write(index, points)
-        self._far = None
-
-    def clear(self) -> None:
-        """See `NeighborSearch.clear`."""
-        self.table.clear()
-        self._scale = self._far = None
 
     def query(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
         """See `NeighborSearch.query`. One reduction answers all queries."""

@@ -7,14 +7,14 @@ import functools
 import torch
 from torch import Tensor
 
-from nmer_torchrl.neighbors.base import PointTable, Search
+from nmer_torchrl.neighbors.base import TableSearch
 from nmer_torchrl.neighbors.exact import BLOCK, refine, relative_error, scan
 
 _QUERIES = 256
 _SPARE = 8  # candidates beyond k, so that rounding rarely asks for a second search
 
 
-class TorchSearch(Search):
+class TorchSearch(TableSearch):
     """Exact nearest neighbours by blocks of matrix products, with nothing but torch.
 
     A scale may also be `[g, d]`: nearest is then by the product of g norms.
@@ -31,24 +31,10 @@ class TorchSearch(Search):
                 [2, 1]])
     """
 
-    products = fills = True
-    table: PointTable
+    products = True
 
-    def __init__(self) -> None:
-        self.table = PointTable()
+    def _changed(self) -> None:
         self._last: tuple[Tensor, Tensor] | None = None  # the last scale, and in another form
-
-    def __reduce__(self) -> tuple[type[TorchSearch], tuple[()]]:
-        return TorchSearch, ()
-
-    def write(self, index: Tensor, points: Tensor) -> None:
-        """See `NeighborSearch.write`."""
-        self.table.write(index, points)
-
-    def clear(self) -> None:
-        """See `NeighborSearch.clear`."""
-        self.table.clear()
-        self._last = None
 
     def query(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
         """See `NeighborSearch.query`."""

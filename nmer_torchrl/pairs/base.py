@@ -108,11 +108,6 @@ class Pairing(SampleUnit):
             self.follow(storage)
             return self.join(index.to(self.rows.device), self.generator), info
 
-    @property
-    def stored(self) -> int:
-        """Number of rows that were stored at the last draw."""
-        return self.rows.length
-
     def follow(self, storage: Storage) -> None:
         """Takes up whatever has changed in the storage, and hears of its writes from then on."""
         with self.lock:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,43 +12,63 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
+from nmer_torchrl.checks import is_integer
 from nmer_torchrl.functional import choose_neighbor
-from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS
-from nmer_torchrl.metrics import Metric
-from nmer_torchrl.neighbors import NeighborSearch, SearchName
+from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS, join_entries
+from nmer_torchrl.metrics import Euclidean, Metric, Space, View
+from nmer_torchrl.neighbors import Search, SearchOption, check_search
 from nmer_torchrl.pairs.base import Pairing
 from nmer_torchrl.pairs.cap import Cap, QuantileCap
-from nmer_torchrl.pairs.neighborhood import StoredNeighbors, check_k
-from nmer_torchrl.tracking.rows import check_positions
+from nmer_torchrl.tracking.rows import StoredRows, check_positions, stored_entries
+from nmer_torchrl.tracking.standardize import looks_every
+
+# Whom an object that was given as `search` serves, by its id: it lives as long as they do.
+_SERVES: weakref.WeakValueDictionary[int, NearPairing] = weakref.WeakValueDictionary()
 
 
 class NearPairing(Pairing):
-    """A pairing by nearness; a subclass says which of the neighbours are partners."""
+    """A pairing by nearness; a subclass says which of the neighbours are partners.
+
+    It keeps a neighbour search and the statistics of a metric in step with a storage.
+    """
 
     def __init__(
         self,
         k: int = 10,
         *,
-        search: SearchName | NeighborSearch = "auto",
+        search: SearchOption = "auto",
         keys: Sequence[NestedKey] = POINT_KEYS,
         value_keys: Sequence[NestedKey] = VALUE_KEYS,
         metric: Metric | None = None,
         max_distance: float | QuantileCap | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
+        _check_k(k)
+        check_search(search)
+        self.k = k  # neighbours to choose from
+        self.metric = Euclidean() if metric is None else _check_metric(metric)
         self.cap = None if max_distance is None else Cap(max_distance)
-        self.neighborhood = StoredNeighbors(k, search, keys, value_keys, metric)
-        super().__init__(self.neighborhood.rows, generator)
+        super().__init__(StoredRows(keys, value_keys, self.metric.feature), generator)
+        self.metric.check(search, self.rows.keys)
+        self._chosen = search
+        self._warned = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._unlooked = 0  # writes since usable rows were last counted
+        self._at_least = 0  # of usable rows there are at least so many
+        self._saved: dict[str, Any] | None = None
+        self.space: Space | None = None  # made by the first rows, which tell widths and device
+
+    # Distances at the last query. They outlive the points, and any thread may measure by them.
+    _view: View | None = None
 
     @property
-    def k(self) -> int:
-        """Number of neighbours to choose from."""
-        return self.neighborhood.k
+    def search(self) -> Search | None:
+        """The search, once there are rows."""
+        return None if self.space is None else self.space.search
 
-    @property
-    def metric(self) -> Metric:
-        """How far apart rows are."""
-        return self.neighborhood.metric
+    # -- asking ------------------------------------------------------------------------------------
 
     def neighbors(self, storage: Storage, index: Tensor, k: int | None = None) -> Tensor:
         """Returns the positions `[q, k]` of the nearest others of positions `[q]`, nearest first.
@@ -55,11 +77,26 @@ class NearPairing(Pairing):
         fewer than k others are stored.
         """
         if k is not None:
-            check_k(k)
+            _check_k(k)
         index = check_positions(index, storage)
         with self.lock:
-            self.neighborhood.synchronize(storage)
-            return self.neighborhood.neighbors(index, k)
+            self.synchronize(storage)
+            return self._query(index, k)
+
+    def _query(self, index: Tensor, k: int | None = None) -> Tensor:
+        """The same after `synchronize`."""
+        assert self.space is not None  # there is at least one row
+        if _SERVES.get(id(self._chosen), self) is not self:
+            raise RuntimeError(
+                f"The {type(self._chosen).__name__} of this sampler has since been put to use by "
+                "another one, which replaced its points; give each sampler a search of its own."
+            )
+        there = index.to(self.rows.device, non_blocking=True)
+        found = self.space.query(there, self.k if k is None else k)
+        if not len(index):
+            return index.new_empty(found.shape)
+        self._view = self.space.view()
+        return found.to(index.device)
 
     def embed(self, batch: TensorDictBase) -> Tensor:
         """Returns points `[*B, f]` of rows `[*B]` whose Euclidean distance is the metric's.
@@ -67,74 +104,153 @@ class NearPairing(Pairing):
         By the statistics of the last draw, float64. Rows need not be stored ones. Raises for
         metrics whose `embeds` is false.
         """
-        return self.neighborhood.embed(batch)
+        return self._last_view().embed(self._points(batch))
 
     def distances(self, batch: TensorDictBase) -> Tensor:
         """Returns the distances `[*B, m]` of the first of rows `[*B, 1 + m]` from the others.
 
         By the statistics of the last draw, float64; of a batch of pairs, m is 1.
         """
-        return self.neighborhood.distances(batch)
+        points = self._points(batch)
+        first, others = points[..., :1, :], points[..., 1:, :]
+        return self._last_view().distances(first, others)
+
+    def _last_view(self) -> View:
+        if self._view is None:
+            raise RuntimeError(
+                "There are no statistics yet to measure by, since nothing has been drawn; sample "
+                "from the buffer whose sampler this is first."
+            )
+        return self._view
+
+    def _points(self, batch: TensorDictBase) -> Tensor:
+        points = join_entries(batch.reshape(-1), self.rows.keys, self.rows.feature)
+        return points.reshape(*batch.shape, -1)
 
     def _within(self, anchor: Tensor, partner: Tensor) -> Tensor:
         """Replaces the partners that are too far away by the anchor."""
         if self.cap is None:
             return partner
-        near = self.cap.near(self.neighborhood.stored_distances(anchor, partner))
+        assert self.space is not None
+        points, _ = self.space.table.rows()
+        near = self.cap.near(self._last_view().distances(points[anchor], points[partner]))
         return torch.where(near, partner, anchor)
+
+    # -- following the storage ---------------------------------------------------------------------
+
+    def synchronize(self, storage: Storage) -> None:
+        """Takes up whatever has changed in the storage."""
+        if self.rows.follows_another(storage):
+            self.clear()
+        changed = False
+        for index, points in self.rows.changes(storage):
+            self._take(index, points, storage)
+            changed = True
+        if changed:
+            self._unlooked += 1
+            if self._at_least <= self.k or self._unlooked >= looks_every(self.rows.device):
+                self._look()
+        saved, self._saved = self._saved, None
+        if saved and self.space is not None:
+            self.space.load_state_dict(saved)
+
+    def _take(self, index: Tensor, points: Tensor, storage: Storage) -> None:
+        if self.space is None:
+            self.space = self._open(points, storage)
+            self.space.search.clear()  # an object may have served before
+            if not isinstance(self._chosen, str):
+                _SERVES[id(self._chosen)] = self
+        before = self.space.table.read(index)
+        if not self.rows.partial and len(before):  # of all rows, few may have changed
+            changed = points.new_ones(len(points), dtype=torch.bool)
+            now = points[: len(before)]
+            changed[: len(before)] = ((before != now) & ~(before.isnan() & now.isnan())).any(-1)
+            before, points = before[changed[: len(before)]], points[changed]
+            index = index[changed.cpu()]
+        if len(index):
+            self.space.replace(index, points, before)
+            self._at_least -= len(before)  # if all of these were usable, and no new one is
+
+    def _open(self, points: Tensor, storage: Storage) -> Space:
+        widths: dict[NestedKey, int] = {"feature": points.shape[1]}
+        if self.metric.feature is None:
+            data = stored_entries(storage)
+            widths = {key: data[key][0].numel() for key in self.rows.keys}
+        return self.metric.open(self._chosen, self.k, widths, points.device)
+
+    def _look(self) -> None:
+        """Counts the usable rows, which waits for the device, and warns of others."""
+        assert self.space is not None
+        self._unlooked, self._at_least = 0, int(self.space.table.count)
+        if self._warned or self._at_least >= self.rows.length:
+            return
+        self._warned = True
+        unusable = ~self.space.table.valid[: self.rows.length]
+        warnings.warn(
+            f"The row at position {int(unusable.int().argmax())} has a non-finite entry (or one "
+            "beyond 1e37). Such rows stay in the buffer, but are never mixed, are no partners and "
+            "do not count in the statistics. This is said once.",
+            stacklevel=2,
+        )
+
+    # -- saving ------------------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Reads all rows anew at the next draw, such as when the function of a metric changed."""
         with self.lock:
-            self.neighborhood.clear()
-
-    def synchronize(self, storage: Storage) -> None:
-        """Takes up whatever has changed in the storage."""
-        self.neighborhood.synchronize(storage)
+            if self.space is not None:
+                self.space.search.clear()
+            super().clear()
+            self._reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what the neighbour search keeps, and the distances that a cap remembers."""
+        """Returns what search and metric keep, and the distances that a cap remembers."""
         with self.lock:
             storage = self.rows.storage
             if storage is not None and len(storage):
                 self.synchronize(storage)
-            state = self.neighborhood.state_dict()
+            state = {} if self.space is None else self.space.state_dict()
             return state if self.cap is None else {**state, "recent": self.cap.recent.clone()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Reads the storage anew at the next draw, and gives search and cap what they kept."""
+        """Reads the storage anew at the next draw, and gives all parts what they kept."""
         with self.lock:
-            self.neighborhood.load_state_dict(state_dict)
+            self.clear()
+            self._saved = dict(state_dict)
             if self.cap is not None and "recent" in state_dict:
                 self.cap.recent = state_dict["recent"].clone()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "space": None, "_view": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._reset()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(k={self.k}, keys={self.rows.keys})"
 
 
+def _check_k(k: int) -> None:
+    if not is_integer(k) or k < 1:
+        raise ValueError(f"k={k!r}, but the number of neighbours is an integer, at least 1.")
+
+
+def _check_metric(metric: Metric) -> Metric:
+    if not isinstance(metric, Metric):
+        raise TypeError(
+            f"`metric` is {metric!r}, which is no metric; give an object such as Euclidean() or "
+            "Mahalanobis()."
+        )
+    return metric
+
+
 class NeighborPairs(NearPairing):
     """Pairs each anchor with one of its k nearest neighbours among all that is stored now.
 
-    Nearest by the Euclidean distance over Z-scored, concatenated entries (by default observation
-    and action), or by another metric. The Z-scores are those of the rows stored now: they follow
-    every write and every overwrite. With fewer than k others stored the partner is one of those
-    there are; with none, the anchor itself. Rows with a non-finite entry are never partners and
-    have none.
-
-    Args:
-        k: Number of neighbours to choose from.
-
-    Keyword Args:
-        search: `"auto"` (KeOps where the storage is on CUDA, the graph elsewhere), `"graph"`,
-            `"keops"`, `"torch"`, `"faiss"`, or an object that satisfies `NeighborSearch`.
-        keys: Entries in which distances are measured; they may be nested and of any shape.
-        value_keys: Entries that must be finite, too, for a row to be a partner: what the transform
-            mixes beyond `keys`.
-        metric: How far apart rows are: any `Metric`, such as `Mahalanobis()`. `None` uses
-            `Euclidean()`.
-        max_distance: Greatest distance of a partner under the metric, or a `QuantileCap`. An anchor
-            whose partner is farther away is paired with itself. `None` for no limit.
-        generator: Source of all randomness; `None` uses torch's global one.
+    Neighbours, promises and arguments are those of `NeighborPairSampler`, which draws uniform
+    anchors beside this pairing. `generator` is the source of all randomness; `None` uses torch's
+    global one.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -151,10 +267,10 @@ class NeighborPairs(NearPairing):
 
     def partners(self, anchor: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Returns the partners `[B]` of anchors `[B]`, after `synchronize`."""
-        near = self.neighborhood
-        partner = choose_neighbor(
-            anchor, near.neighbors(anchor), generator=generator, **near.padding()
-        )
+        assert self.space is not None
+        near, fills = self._query(anchor), self.space.search.fills
+        padded, alone = not fills or self._at_least <= self.k, not fills or self.space.table.holes
+        partner = choose_neighbor(anchor, near, generator=generator, padded=padded, alone=alone)
         return self._within(anchor, partner)
 
 
@@ -176,5 +292,5 @@ class Neighborhoods(NearPairing):
 
     def partners(self, anchor: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Returns the neighbours `[B, k]` of anchors `[B]`, after `synchronize`."""
-        own, neighbors = anchor.unsqueeze(1), self.neighborhood.neighbors(anchor)
+        own, neighbors = anchor.unsqueeze(1), self._query(anchor)
         return self._within(own, torch.where(neighbors < 0, own, neighbors))

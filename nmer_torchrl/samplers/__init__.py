@@ -5,17 +5,19 @@ yields a `[B, 2]` batch, which a fold such as `PairMixup` turns into `[B]`. An a
 partner is paired with itself. A sampler of neighbourhoods does the same with `[B, 1 + k]`.
 """
 
-from nmer_torchrl.samplers.base import PairSampler
-from nmer_torchrl.samplers.neighbor import NeighborPairSampler
-from nmer_torchrl.samplers.neighborhood import NeighborhoodSampler
 from nmer_torchrl.samplers.optimization import ReplayOptimizationSampler
 from nmer_torchrl.samplers.prioritized import (
     CheckedPrioritizedSampler,
     PrioritizedNeighborPairSampler,
 )
-from nmer_torchrl.samplers.random import RandomPairSampler
 from nmer_torchrl.samplers.spread import SpreadSampler
-from nmer_torchrl.samplers.temporal import TemporalPairSampler
+from nmer_torchrl.samplers.uniform import (
+    NeighborhoodSampler,
+    NeighborPairSampler,
+    PairSampler,
+    RandomPairSampler,
+    TemporalPairSampler,
+)
 
 __all__ = [
     "CheckedPrioritizedSampler",

@@ -16,8 +16,9 @@ from torchrl.data.replay_buffers import Storage
 from nmer_torchrl import _compat
 from nmer_torchrl.checks import is_integer
 from nmer_torchrl.functional import as_rows
+from nmer_torchrl.generators import draw_seed
 from nmer_torchrl.keys import get_entry
-from nmer_torchrl.networks import CarefulAdam, draw_seed, make_mlp
+from nmer_torchrl.networks import CarefulAdam, make_mlp
 from nmer_torchrl.samplers.base import LockedSampler
 from nmer_torchrl.tracking.rows import check_layout, stored_entries
 

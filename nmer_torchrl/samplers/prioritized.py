@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +17,14 @@ from nmer_torchrl.composition import Guard, check_folded
 from nmer_torchrl.functional import mean_by_position, pair_priorities
 from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS
 from nmer_torchrl.metrics import Metric
-from nmer_torchrl.neighbors import NeighborSearch, SearchName
+from nmer_torchrl.neighbors import SearchOption
 from nmer_torchrl.pairs import NeighborPairs, QuantileCap
-from nmer_torchrl.samplers.base import NeighborQueries, load_state, save_state
+from nmer_torchrl.samplers.base import NeighborQueries, StateFile
 
 _FLOAT32 = torch.finfo(torch.float32)
 
 
-class CheckedPrioritizedSampler(PrioritizedSampler):
+class CheckedPrioritizedSampler(StateFile, PrioritizedSampler):
     """TorchRL's `PrioritizedSampler`, with checks and with a state that is safe to load.
 
     Position i is drawn with probability `(p_i + eps) ** alpha / sum_j (p_j + eps) ** alpha`, and
@@ -173,11 +172,6 @@ class CheckedPrioritizedSampler(PrioritizedSampler):
         super()._empty()
         self._ranked = 0
 
-    def loads(self, path: str | Path) -> None:
-        """Loads what `dumps` saved; TorchRL cannot, once a priority has been given."""
-        self._empty()
-        super().loads(path)
-
     def state_dict(self) -> dict[str, Any]:
         """Priorities `[capacity]` as they are kept, `(p + eps) ** alpha`, and the parameters."""
         return {
@@ -243,7 +237,7 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
         alpha: float = 0.6,
         beta: float = 0.4,
         eps: float = 1e-6,
-        search: SearchName | NeighborSearch = "auto",
+        search: SearchOption = "auto",
         keys: Sequence[NestedKey] = POINT_KEYS,
         value_keys: Sequence[NestedKey] = VALUE_KEYS,
         metric: Metric | None = None,
@@ -260,16 +254,6 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
         )
         self._guard = Guard()
 
-    @property
-    def draws(self) -> str:
-        """What is drawn for each anchor."""
-        return self.unit.draws
-
-    @property
-    def stored(self) -> int:
-        """Number of rows that were stored at the last draw."""
-        return self.unit.rows.length
-
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """Positions `[B, 2]` of anchors by priority and partners, and their weights `[B, 2]`."""
         self._guard.check(self, storage, check_folded, _check_updates)
@@ -283,11 +267,6 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
             # Importance weights go with `powers ** -beta`: the same norm as the anchor's.
             other = weight * (powers[:, 0] / powers[:, 1]) ** self.beta
         return index, {"priority_weight": torch.stack([weight, other], -1)}
-
-    def synchronize(self, storage: Storage) -> None:
-        """Takes up whatever has changed in the storage, rather than at the next draw."""
-        with self.unit.lock:
-            self.unit.synchronize(storage)
 
     def update_pairs(
         self, index: Tensor, weight: Tensor, priority: Tensor, *, storage: Storage
@@ -370,14 +349,6 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
             super().load_state_dict(state_dict.get("priorities", {}))
             self.unit.load_state_dict(state_dict)
 
-    def dumps(self, path: str | Path) -> None:
-        """Saves `state_dict()` into the directory `path`."""
-        save_state(self, path)
-
-    def loads(self, path: str | Path) -> None:
-        """Loads what `dumps` saved."""
-        load_state(self, path)
-
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(k={self.k}, alpha={self.alpha}, beta={self.beta}, "
@@ -391,6 +362,6 @@ def _check_updates(sampler: PrioritizedNeighborPairSampler, buffer: ReplayBuffer
     if not getattr(owner, "updates_pairs", False):
         raise TypeError(
             f"{type(sampler).__name__} keeps priorities of both members of a pair, which a "
-            f"{type(owner).__name__} does not update; use a PairPrioritizedReplayBuffer, or "
-            'make_replay_buffer("per_nmer", ...).'
+            f"{type(owner).__name__} does not update; use a PairPrioritizedReplayBuffer of "
+            'nmer_torchrl.buffers, or make_replay_buffer("per_nmer", ...).'
         )

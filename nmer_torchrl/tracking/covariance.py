@@ -28,8 +28,9 @@ class RunningCovariance:
     Examples:
         >>> import torch
         >>> stats = RunningCovariance(2)
-        >>> stats.update(torch.tensor([[0.0, 0.0], [1.0, 2.0], [9.0, 0.0]]))
-        >>> stats.update(torch.tensor([[2.0, 4.0]]), removed=torch.tensor([[9.0, 0.0]]))
+        >>> points = torch.tensor([[0.0, 0.0], [1.0, 2.0], [9.0, 0.0]])
+        >>> stats.replace(points, points[:0])
+        >>> stats.replace(torch.tensor([[2.0, 4.0]]), points[2:])
         >>> stats.correlation()
         tensor([[1., 1.],
                 [1., 1.]], dtype=torch.float64)
@@ -50,15 +51,11 @@ class RunningCovariance:
         """Number of points."""
         return self.moments.count
 
-    def update(self, added: Tensor, removed: Tensor | None = None) -> None:
-        """Adds the points `[n, d]` and takes out `[m, d]` points that were added before."""
-        self.moments.update(added, removed)
-        self._accumulate(added, 1.0)
-        if removed is not None:
-            self._accumulate(removed, -1.0)
-
     def replace(self, points: Tensor, before: Tensor) -> None:
-        """The same; rows with a non-finite number count for nothing on either side."""
+        """Adds the points `[n, d]` and takes out `[m, d]` that were added before.
+
+        Rows with a non-finite number count for nothing on either side.
+        """
         self.moments.replace(points, before)
         self._accumulate(points, 1.0)
         self._accumulate(before, -1.0)

@@ -12,7 +12,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
-from nmer_torchrl.composition import check_drawn, check_measures, check_paired
+from nmer_torchrl.composition import check_drawn, check_paired
 from nmer_torchrl.functional import all_finite, mix
 from nmer_torchrl.generators import generator_state, load_generator_state
 from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS, as_keys, get_entry
@@ -22,7 +22,7 @@ from nmer_torchrl.transforms.entries import (
     check_single_rows,
     warn_unmixed,
 )
-from nmer_torchrl.transforms.gates import Gate, Same, as_gates, sampler_of
+from nmer_torchrl.transforms.gates import Gate, Same, as_gates
 from nmer_torchrl.transforms.n_step import check_n_step
 from nmer_torchrl.transforms.rows import anchors, choose_rows, kept_anchors, restore_rows
 from nmer_torchrl.transforms.schema import RowSchema
@@ -110,7 +110,6 @@ class Fold(Transform, ABC):
         """
         kept = kept_anchors(rows, self.terminated_key, rows.ndim - 1)
         if self.gates:
-            check_measures(self, {type(g).__name__: s for g in self.gates if (s := sampler_of(g))})
             with self._lock:
                 for gate in self.gates:
                     kept = kept | ~gate(rows, self.generator)

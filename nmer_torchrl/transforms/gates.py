@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
-from torchrl.data.replay_buffers import Sampler, SampleUnit
 
 from nmer_torchrl.checks import SHARE
 from nmer_torchrl.functional import any_feature
@@ -121,9 +120,3 @@ def as_gates(gates: Sequence[Gate]) -> tuple[Gate, ...]:
                 f"`gates` holds {gate!r}, which is not callable; give gates such as Fraction(0.5)."
             )
     return tuple(gates)
-
-
-def sampler_of(gate: Gate) -> Sampler | SampleUnit | None:
-    """Returns the sampler or pairing that counts rows for the schedule of a gate, if any."""
-    found = getattr(getattr(gate, "share", None), "sampler", None)
-    return found if isinstance(found, (Sampler, SampleUnit)) else None

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, SampleUnit
 
 from nmer_torchrl.checks import POSITIVE
-from nmer_torchrl.composition import check_measures
+from nmer_torchrl.composition import find_geometry
 from nmer_torchrl.functional import combine, sample_dirichlet
 from nmer_torchrl.gaussian_process import GaussianProcess
 from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS, as_roles
@@ -21,13 +21,14 @@ from nmer_torchrl.transforms.rows import anchors, device_of
 
 
 class Geometry(Protocol):
-    """What places rows under the metric of a neighbour sampler, such as the sampler itself.
+    """Places rows in a Euclidean space, as samplers of neighbours do.
 
     Examples:
-        >>> from nmer_torchrl.samplers import NeighborhoodSampler
         >>> from nmer_torchrl.transforms import GaussianProcessMixup
-        >>> sampler = NeighborhoodSampler(k=10)  # is one
-        >>> fold = GaussianProcessMixup(sampler)
+        >>> class Observations:
+        ...     def embed(self, batch):
+        ...         return batch["observation"]
+        >>> fold = GaussianProcessMixup(geometry=Observations())
     """
 
     def embed(self, batch: TensorDictBase) -> Tensor:
@@ -48,10 +49,11 @@ class GaussianProcessMixup(Fold):
     It goes with `NeighborhoodSampler`, under whose metric the regression measures.
 
     Args:
-        geometry: The sampler of the same buffer.
         alpha: Parameter of the Dirichlet distribution of the weights.
 
     Keyword Args:
+        geometry: What the regression measures by. `None` uses the sampler, or the pairing, of the
+            buffer that draws.
         process: The regression.
         keys: The inputs; those that have a `("next", key)` among the outcomes are observations.
         value_keys: The outcomes.
@@ -61,9 +63,15 @@ class GaussianProcessMixup(Fold):
         anchor_keys: Entries that stay the anchor's without a warning.
 
     Examples:
+        >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
         >>> from nmer_torchrl.samplers import NeighborhoodSampler
-        >>> fold = GaussianProcessMixup(NeighborhoodSampler(k=10), alpha=0.75)
-        >>> fold.process
+        >>> buffer = TensorDictReplayBuffer(
+        ...     storage=LazyTensorStorage(1_000),
+        ...     sampler=NeighborhoodSampler(k=10),
+        ...     transform=GaussianProcessMixup(alpha=0.75),
+        ...     batch_size=32,
+        ... )
+        >>> buffer.transform[0].process
         GaussianProcess(lengthscale=2.0, noise_variance=0.0001, max_variance=1.0)
     """
 
@@ -71,9 +79,9 @@ class GaussianProcessMixup(Fold):
 
     def __init__(
         self,
-        geometry: Geometry,
         alpha: float = 0.75,
         *,
+        geometry: Geometry | None = None,
         process: GaussianProcess | None = None,
         keys: Sequence[NestedKey] = POINT_KEYS,
         value_keys: Sequence[NestedKey] = VALUE_KEYS,
@@ -89,6 +97,11 @@ class GaussianProcessMixup(Fold):
             gates=gates,
             anchor_keys=anchor_keys,
         )
+        if isinstance(geometry, (Sampler, SampleUnit)):
+            raise TypeError(
+                f"geometry={geometry!r} would stay when its buffer gets another sampler; leave it "
+                "out, and the sampler of the buffer that draws is asked."
+            )
         self._roles = as_roles(keys, value_keys)
         self.alpha = float(POSITIVE("alpha", alpha))
         self.geometry = geometry
@@ -96,19 +109,18 @@ class GaussianProcessMixup(Fold):
 
     def fold(self, rows: TensorDictBase) -> TensorDictBase:
         """Folds `[*B, 1 + m]` to `[*B]`."""
-        if isinstance(self.geometry, (Sampler, SampleUnit)):
-            check_measures(self, {"geometry": self.geometry})
+        geometry = find_geometry(self) if self.geometry is None else self.geometry
         roles, shape, entries = self._roles, rows.shape, self.schema.entries(rows)
         device, generator = device_of(rows), self.generator
         weight = sample_dirichlet(self.alpha, shape, generator=generator, device=device)
         inputs = (*roles.observations, *roles.actions)
         mixed = {key: combine(entries[key], weight) for key in inputs}
-        query = self.geometry.embed(anchors(rows, len(shape) - 1, mixed))
+        query = geometry.embed(anchors(rows, len(shape) - 1, mixed))
         outcomes = {key: entries[key] for key in roles.rewards}
         for key, following in zip(roles.observations, roles.next_observations, strict=True):
             outcomes[following] = entries[following] - entries[key]
         joined = torch.cat([entry.double().reshape(*shape, -1) for entry in outcomes.values()], -1)
-        predicted, variance = self.process.predict(self.geometry.embed(rows), joined, query)
+        predicted, variance = self.process.predict(geometry.embed(rows), joined, query)
         widths = [entry[(0,) * len(shape)].numel() for entry in outcomes.values()]
         for (key, entry), part in zip(outcomes.items(), predicted.split(widths, -1), strict=True):
             mixed[key] = part.reshape(*shape[:-1], *entry.shape[len(shape) :]).to(entry.dtype)

@@ -10,7 +10,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from nmer_torchrl.composition import check_measures
+from nmer_torchrl.composition import check_spread
 from nmer_torchrl.keys import TERMINATED_KEY, as_keys, get_continuous, get_entry
 from nmer_torchrl.tracking.spread import Spread
 from nmer_torchrl.tracking.standardize import looks_every
@@ -82,7 +82,7 @@ class GaussianNoise(Augmentation):
 
     def augment(self, rows: TensorDictBase) -> TensorDictBase:
         """Returns rows `[*B]` with noise."""
-        check_measures(self, {"spread": self.spread})
+        check_spread(self, self.spread)
         std, entries = self.spread.std, self.schema.entries(rows)
         if not std:
             raise RuntimeError(

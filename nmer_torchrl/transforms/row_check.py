@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
 from tensordict import TensorDictBase
-from torchrl.envs.transforms import Transform
 
-from nmer_torchrl.transforms.schema import RowSchema
+from nmer_torchrl.transforms.augmentation import Augmentation
 
 
 @final
-class RowCheck(Transform):
+class RowCheck(Augmentation):
     """Refuses rows that do not fit the stored ones, before anything of them is stored.
 
     TorchRL moves its cursor and its length before it writes, so that a write which fails on the
@@ -34,26 +33,9 @@ class RowCheck(Transform):
         ValueError: The entry 'x' has shape (1,) in each row, but the rows stored before have ...
     """
 
-    folds = False
-
     def __init__(self) -> None:
-        super().__init__(in_keys=[], out_keys=[])
-        self.schema = RowSchema()
+        super().__init__((), "", None)
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Returns the batch as it is."""
-        return tensordict
-
-    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        """Checks what is about to be stored; `None` where an n-step transform waits for more."""
-        if tensordict is not None:
-            self.schema.check(self, tensordict)
-        return tensordict
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """Returns what rows look like."""
-        return self.schema.state_dict()
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
-        self.schema.load_state_dict(state)
+    def augment(self, rows: TensorDictBase) -> TensorDictBase:
+        """Returns the rows as they are."""
+        return rows

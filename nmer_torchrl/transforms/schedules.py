@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from nmer_torchrl import _compat
 from nmer_torchrl.checks import SHARE, Number
 
 _ROWS = Number(least=1)  # configs write large numbers as 1e6
@@ -21,15 +22,6 @@ class Schedule(Protocol):
 
     def __call__(self, drawn: int) -> float:
         """The share, from 0 to 1."""
-        ...
-
-
-class Stored(Protocol):
-    """What knows how many rows are stored, such as a sampler of this package."""
-
-    @property
-    def stored(self) -> int:
-        """The number of rows."""
         ...
 
 
@@ -86,15 +78,14 @@ class DensityFraction:
     """From `first` to `last` as a buffer fills, up to a number of rows stored; then `last`.
 
     The more rows are stored the nearer are neighbours, and the better is what lies between them.
-    The sampler of the same buffer tells how many there are.
+    The rows are those of the buffer that draws; of an ensemble, those of all members.
 
     Examples:
-        >>> from nmer_torchrl import NeighborPairSampler
-        >>> DensityFraction(NeighborPairSampler(), 0.0, 1.0, rows=100_000)(drawn=0)
-        0.0
+        >>> from nmer_torchrl import make_replay_buffer
+        >>> fraction = DensityFraction(0.0, 1.0, rows=100_000)
+        >>> buffer = make_replay_buffer("nmer", capacity=1_000, batch_size=32, fraction=fraction)
     """
 
-    sampler: Stored
     first: float
     last: float
     rows: int
@@ -105,7 +96,13 @@ class DensityFraction:
 
     def __call__(self, drawn: int) -> float:
         """See `Schedule`."""
-        return _between(self.first, self.last, self.sampler.stored / self.rows)
+        buffer = _compat.buffer_that_draws()
+        if buffer is None:
+            raise RuntimeError(
+                "DensityFraction counts the rows of the buffer that draws, but none does; use it "
+                "in the transform of a buffer, and sample from that."
+            )
+        return _between(self.first, self.last, _compat.stored_rows(buffer) / self.rows)
 
 
 def _check_ends(first: float, last: float) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from nmer_torchrl.checks import POSITIVE, Number
 from nmer_torchrl.functional import all_finite, sample_beta
+from nmer_torchrl.generators import draw_seed
 from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS, as_keys, get_continuous
-from nmer_torchrl.networks import CarefulAdam, draw_seed, make_mlp
+from nmer_torchrl.networks import CarefulAdam, make_mlp
 from nmer_torchrl.transforms.fold import Fold
 
 _LEAST = 1e-3  # smallest alpha: weights are 0 or 1 all but always

@@ -146,7 +146,7 @@ def bench_million(args: argparse.Namespace) -> list[dict[str, Any]]:
         if i % 10 == 9:
             buffer.extend(next(rows)[:1])
         buffer.sample()
-    search = buffer.sampler.unit.neighborhood.search
+    search = buffer.sampler.unit.search
     graph = tensor_bytes(search, search._scaled, search._lists)
     counted = {
         "storage": buffer.storage[:].bytes(),

@@ -125,7 +125,7 @@ def _neighbor(anchor: Tensor, partner: Tensor, stored: Stored, buffer, newest: i
     assert (missing == (k - there if partner.shape[1] == k and k > 1 else there == 0)).all()
     limit = oracle_distances(stored.points, anchor[:, 0], k, stored.scale)
     limit = limit.masked_fill(limit.isinf(), -1.0).amax(1, keepdim=True)
-    search = buffer.sampler.unit.neighborhood.search
+    search = buffer.sampler.unit.search
     proven = not isinstance(search, NeighborGraph) or search.exact
     reach = limit * (1 + 1e-6) + (0.0 if proven else TIE)
     far = distances_to(stored.points, anchor[:, 0], partner, stored.scale) > reach

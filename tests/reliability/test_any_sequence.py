@@ -320,7 +320,7 @@ class AnySequence(RuleBasedStateMachine):
             self.scores.append(nearest_first(stored, index, neighbors))
         else:
             assert_neighbors(stored.points, index, neighbors, stored.scale)
-        statistics = self.buffer.sampler.unit.neighborhood.space.statistics
+        statistics = self.buffer.sampler.unit.space.statistics
         finite = stored.points[stored.usable]
         assert statistics.count == len(finite)
         if len(finite):

@@ -69,12 +69,12 @@ def check(kind: str, buffer, scores: list[float]) -> None:
         return
     index = torch.arange(len(stored.rows))
     neighbors = buffer.sampler.neighbors(buffer.storage, index)
-    search = buffer.sampler.unit.neighborhood.search
+    search = buffer.sampler.unit.search
     if isinstance(search, NeighborGraph) and not search.exact:
         scores.append(nearest_first(stored, index, neighbors))
     else:
         assert_neighbors(stored.points, index, neighbors, stored.scale)
-    statistics = buffer.sampler.unit.neighborhood.space.statistics
+    statistics = buffer.sampler.unit.space.statistics
     finite = stored.points[stored.usable]
     assert statistics.count == len(finite)
     if len(finite):

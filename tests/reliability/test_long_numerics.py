@@ -46,7 +46,7 @@ def test_a_ring_equals_a_recomputation(make):
     ring = torch.empty(0, D, dtype=torch.float64)
     for _ in range(UPDATES // CHUNK):
         rows, gone = new_rows(generator), ring[:CHUNK] if len(ring) == RING else ring[:0]
-        statistics.update(rows, removed=gone)
+        statistics.replace(rows, gone)
         ring = torch.cat([ring[len(gone) :], rows])
     moments = statistics if make is RunningStandardizer else statistics.moments
     assert_statistics(moments, len(ring), ring.mean(0), ring.std(0, correction=0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,8 @@ class NeighborGraph(Search):
         self.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _make_graph, (self.k, self.candidates, self.exact)
+        options = {"candidates": self.candidates, "exact": self.exact}
+        return partial(NeighborGraph, self.k, **options), ()
 
     def clear(self) -> None:
         """See `NeighborSearch.clear`."""
@@ -445,10 +447,6 @@ class NeighborGraph(Search):
         """Integers `[size]` that tell points from one another, whatever the device."""
         points, valid = self.table.rows()
         return fingerprint(points).masked_fill_(~valid, -1)
-
-
-def _make_graph(k: int, candidates: int, exact: bool) -> NeighborGraph:
-    return NeighborGraph(k, candidates=candidates, exact=exact)
 
 
 def _differences(points: Tensor, others: Tensor) -> Tensor:
