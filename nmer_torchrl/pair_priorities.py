@@ -22,9 +22,7 @@ class PairPrioritizedReplayBuffer(TensorDictReplayBuffer):
 
     - A batch carries one importance weight for each mixed row, `"priority_weight"` of shape `[B]`:
       `w * anchor's + (1 - w) * partner's`. Without a fold it is `[B, 2]`, as the sampler drew it.
-    - `update_tensordict_priority(batch)` takes a new TD error `p` of each mixed row, under
-      `priority_key`, to both members: `w * p + (1 - w) * old` for the anchor and
-      `(1 - w) * p + w * old` for the partner. See there for the details.
+    - `update_tensordict_priority(batch)` gives both members their share of a new TD error.
 
     Examples:
         >>> import torch

@@ -23,17 +23,16 @@ from nmer_torchrl.samplers import NeighborhoodSampler
 from nmer_torchrl.transforms import GaussianProcessMixup, MeanMixup, NeighborhoodMixup
 
 SAMPLERS = {
-    NeighborPairSampler: lambda sampler: PairMixup(),
-    NeighborhoodSampler: lambda sampler: NeighborhoodMixup(),
+    NeighborPairSampler: PairMixup,
+    NeighborhoodSampler: NeighborhoodMixup,
 }
 
 
 def make(kind, max_distance, fold=None, *, metric=None, seed=0):
-    sampler = kind(4, search="torch", metric=metric, max_distance=max_distance)
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(200),
-        sampler=sampler,
-        transform=SAMPLERS[kind](sampler) if fold is None else fold(sampler),
+        sampler=kind(4, search="torch", metric=metric, max_distance=max_distance),
+        transform=(SAMPLERS[kind] if fold is None else fold)(),
         batch_size=50,
         generator=torch.Generator().manual_seed(seed),
     )
@@ -60,9 +59,9 @@ def test_an_anchor_stands_in_for_partners_that_are_too_far(kind, metric, limit):
 @pytest.mark.parametrize(
     ("kind", "fold"),
     [
-        (NeighborPairSampler, lambda sampler: PairMixup()),
-        (NeighborPairSampler, lambda sampler: MeanMixup()),
-        (NeighborhoodSampler, lambda sampler: NeighborhoodMixup()),
+        (NeighborPairSampler, PairMixup),
+        (NeighborPairSampler, MeanMixup),
+        (NeighborhoodSampler, NeighborhoodMixup),
         (NeighborhoodSampler, GaussianProcessMixup),
     ],
 )

@@ -89,7 +89,7 @@ FOLDS = {
     "RewardMean": Case(RewardMean, combined=(REWARD,), varies=False),
     "NeighborhoodMixup": Case(NeighborhoodMixup),
     "GaussianProcessMixup": Case(
-        partial(GaussianProcessMixup, Plain()),
+        partial(GaussianProcessMixup, geometry=Plain()),
         combined=("observation", "action"),
         exact=False,
         beside=("observation",),

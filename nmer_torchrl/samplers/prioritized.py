@@ -207,7 +207,7 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
     Anchors are those of `CheckedPrioritizedSampler`, partners those of `NeighborPairSampler`. Both
     members of a pair come with an importance weight: `"priority_weight"` is `[B, 2]`. Use it in a
     `PairPrioritizedReplayBuffer`, which folds these weights as the pair was mixed, and gives both
-    members their share of a new error.
+    members their share of a new error. Arguments that are not listed are `NeighborPairSampler`'s.
 
     Args:
         max_capacity: Number of rows that the storage can hold.
@@ -217,11 +217,6 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
         alpha: Exponent of the priorities: 0 draws anchors uniformly, 1 in proportion.
         beta: Exponent of the importance weights: 0 corrects nothing, 1 everything.
         eps: Added to each priority, so that no row is out of reach.
-        search: The neighbour search, as in `NeighborPairSampler`.
-        keys: Entries in which distances are measured, as in `NeighborPairSampler`.
-        value_keys: Entries that must be finite in a partner, as in `NeighborPairSampler`.
-        metric: How far apart rows are, as in `NeighborPairSampler`.
-        max_distance: Greatest distance of a partner, as in `NeighborPairSampler`.
 
     Examples:
         >>> from nmer_torchrl import PrioritizedNeighborPairSampler
@@ -273,12 +268,9 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
     ) -> None:
         """Gives both members of each pair their share of the error `priority` of their mix.
 
-        With `p` the error and `old` the priority that a member has now, both as they are before
-        `alpha` comes in, the anchor gets `w * p + (1 - w) * old` and the partner
-        `(1 - w) * p + w * old`. Where nothing was mixed (`w` is 1, or the partner is the anchor
-        itself) the anchor gets `p` and the partner is left as it is. A position that occurs several
-        times gets the mean of what it would get each time, from the same `old`. With `alpha = 0` no
-        `old` is kept, and `p` stands in for it. Positions whose row is gone are passed over.
+        The shares are those of `PairPrioritizedReplayBuffer.update_tensordict_priority`. With
+        `alpha = 0` no old priority is kept, and the new error stands in for it. Positions whose row
+        is gone are passed over.
 
         Args:
             index: Positions of anchors and partners, `[B, 2]`.

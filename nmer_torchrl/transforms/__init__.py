@@ -2,7 +2,15 @@
 
 from nmer_torchrl.transforms.amplitude import AmplitudeScaling
 from nmer_torchrl.transforms.fold import Fold
-from nmer_torchrl.transforms.gates import Fraction, Gate, Same
+from nmer_torchrl.transforms.gates import (
+    DensityFraction,
+    ExponentialFraction,
+    Fraction,
+    Gate,
+    LinearFraction,
+    Same,
+    Schedule,
+)
 from nmer_torchrl.transforms.gaussian_process_mixup import GaussianProcessMixup, Geometry
 from nmer_torchrl.transforms.mean_mixup import MeanMixup
 from nmer_torchrl.transforms.mixreg import MixReg
@@ -12,12 +20,6 @@ from nmer_torchrl.transforms.noise import GaussianNoise
 from nmer_torchrl.transforms.pair_mixup import PairMixup
 from nmer_torchrl.transforms.reward import RewardMean
 from nmer_torchrl.transforms.row_check import RowCheck
-from nmer_torchrl.transforms.schedules import (
-    DensityFraction,
-    ExponentialFraction,
-    LinearFraction,
-    Schedule,
-)
 from nmer_torchrl.transforms.state_mixup import StateMixup
 from nmer_torchrl.transforms.tuned_mixup import TunedMixup
 

@@ -121,14 +121,25 @@ class Fold(Transform, ABC):
         The weights `[*B]` are written to `"mixup_weight"`, `[*B, 1]`. The weight is 1 where the
         anchor is kept or the mix is not finite.
         """
-        dims = rows.ndim - 1
         weight = weight.masked_fill_(self.kept(rows), 1.0).unsqueeze(-1)
-        pairs = {key: entry.unbind(dims) for key, entry in self.schema.entries(rows).items()}
-        mixed = {key: mix(anchor, partner, weight) for key, (anchor, partner) in pairs.items()}
-        finite = restore_rows(mixed, {key: anchor for key, (anchor, _) in pairs.items()}, dims)
+        mixed, finite = self.mix_entries(rows, weight)
         if finite is not None:
             weight = torch.where(finite.unsqueeze(-1), weight, 1.0)
-        return anchors(rows, dims, mixed).set("mixup_weight", weight)
+        return anchors(rows, rows.ndim - 1, mixed).set("mixup_weight", weight)
+
+    def mix_entries(
+        self, rows: TensorDictBase, weight: Tensor
+    ) -> tuple[dict[NestedKey, Tensor], Tensor | None]:
+        """Mixes the entries of pairs `[*B, 2]` by weights `[*B, 1]`.
+
+        Returns them, and which rows `[*B]` are mixed; None if all are. The others, whose mix is not
+        finite, have the anchor's entries.
+        """
+        dims, entries = rows.ndim - 1, self.schema.entries(rows)
+        pairs = {key: entry.unbind(dims) for key, entry in entries.items()}
+        mixed = {key: mix(anchor, partner, weight) for key, (anchor, partner) in pairs.items()}
+        finite = restore_rows(mixed, {key: anchor for key, (anchor, _) in pairs.items()}, dims)
+        return mixed, finite
 
     def mix_groups(
         self, rows: TensorDictBase, mixed: dict[NestedKey, Tensor], weight: Tensor, usable: Tensor

@@ -9,11 +9,11 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 
 from nmer_torchrl.checks import POSITIVE
-from nmer_torchrl.functional import mix, sample_beta
+from nmer_torchrl.functional import sample_beta
 from nmer_torchrl.keys import POINT_KEYS
 from nmer_torchrl.transforms.entries import check_discrete, warn_unmixed
 from nmer_torchrl.transforms.fold import Fold
-from nmer_torchrl.transforms.rows import device_of, restore_rows
+from nmer_torchrl.transforms.rows import device_of
 
 
 @final
@@ -72,15 +72,10 @@ class MixReg(Fold):
 
     def fold(self, rows: TensorDictBase) -> TensorDictBase:
         """Folds `[*B, 2]` to `[*B]`."""
-        shape, dims, device = rows.shape[:-1], rows.ndim - 1, device_of(rows)
+        shape, device = rows.shape[:-1], device_of(rows)
         weight = sample_beta(self.alpha, shape, generator=self.generator, device=device)
         member = torch.rand(shape, generator=self.generator, device=device) >= weight
-        pairs = {key: entry.unbind(dims) for key, entry in self.schema.entries(rows).items()}
-        mixed = {
-            key: mix(anchor, partner, weight.unsqueeze(-1))
-            for key, (anchor, partner) in pairs.items()
-        }
-        finite = restore_rows(mixed, {key: anchor for key, (anchor, _) in pairs.items()}, dims)
+        mixed, finite = self.mix_entries(rows, weight.unsqueeze(-1))
         if finite is not None:
             weight, member = torch.where(finite, weight, 1.0), member & finite
         flat = rows.reshape(-1, 2)
