@@ -126,8 +126,9 @@ def _name_task(flat: Mapping[str, Any]) -> str:
             value = _plain(flat[name]).removesuffix(".0")
             words.append(f"{name.removeprefix('env.kwargs.')}={value}")
     words += map(str, flat.get("env.wrappers") or [])
-    limit = flat.get("env.max_steps")
-    return " ".join([*words, f"max_steps={limit:g}"] if limit else words)
+    if limit := flat.get("env.max_steps"):
+        words.append(f"max_steps={_plain(limit).removesuffix('.0')}")
+    return " ".join(words)
 
 
 _RENAMED = {
