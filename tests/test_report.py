@@ -490,6 +490,8 @@ def test_a_task_is_named_by_its_id_its_arguments_and_its_wrappers():
     assert name_task(**own) == "my_arm:MyArm-v0"
     more = {"env__kwargs": {"gravity": 3.0, "robot": {"arms": 2}}, "env__wrappers": ["a.B", "C"]}
     assert name_task(**own, **more) == "my_arm:MyArm-v0 gravity=3 robot.arms=2 a.B C"
+    assert name_task(env__max_steps=200) == "Hopper-v5 max_steps=200"
+    assert name_task(env__max_steps=None, env__wrappers=None) == "Hopper-v5"
 
 
 def test_the_better_of_two_tasks_does_not_stand_for_the_method():

@@ -60,9 +60,8 @@ def latex(text: Text, caption: str, keys: int) -> str:
 def measure(text: str) -> float:
     """Returns the width of an entry in points, in LaTeX's font at the size of footnotes."""
     font = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "cmr10.ttf"
-    plain = re.sub(
-        r"[^\x00-\x7f]|[<>]", "M", _MINUS.sub("M", text)
-    )  # signs of mathematics are wide
+    # Signs of mathematics are wide.
+    plain = re.sub(r"[^\x00-\x7f]|[<>]", "M", _MINUS.sub("M", text))
     size = FontProperties(fname=str(font), size=8.5)  # cmr8 is wider than cmr10 at 8 points
     return float(TextToPath().get_text_width_height_descent(plain, size, False)[0])
 

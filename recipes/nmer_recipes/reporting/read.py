@@ -26,7 +26,8 @@ Tell = Callable[[str], None]
 # What a run needs to be placed in a table; the rest of its config only tells settings apart.
 _NEEDED = ("algorithm", "env.name", "replay.kind", "replay_ratio", "seed", "total_frames")
 _FREE = FREE | {"name", "seed"}  # what may differ between runs that are seeds of one setting
-_OF_TASK = re.compile(r"env\.(name|version|id|wrappers|kwargs(\..*)?)$")  # one word says them all
+# The config's words for a task, for all of which its name stands.
+_OF_TASK = re.compile(r"env\.(name|version|id|kwargs(\..*)?|wrappers|max_steps)$")
 # Of workers elsewhere, which act by older weights than the learner's.
 _REMOTE = ("collector.kind", "collector.workers", "collector.frames_per_batch", "collector.sync")
 
@@ -116,7 +117,7 @@ def _plain(value: Any) -> str:
 
 
 def _name_task(flat: Mapping[str, Any]) -> str:
-    """Returns a task's id, with the arguments and wrappers that make another task of it."""
+    """Returns a task's id, with the arguments, wrappers and limit that make another task of it."""
     version = flat.get("env.version")
     whole = f"{flat['env.name']}-{version}" if version else flat["env.name"]
     words = [str(flat.get("env.id") or whole)]  # older configs have no id
@@ -124,7 +125,10 @@ def _name_task(flat: Mapping[str, Any]) -> str:
         if name.startswith("env.kwargs."):
             value = _plain(flat[name]).removesuffix(".0")
             words.append(f"{name.removeprefix('env.kwargs.')}={value}")
-    return " ".join([*words, *map(str, flat.get("env.wrappers") or [])])
+    words += map(str, flat.get("env.wrappers") or [])
+    if limit := flat.get("env.max_steps"):
+        words.append(f"max_steps={_plain(limit).removesuffix('.0')}")
+    return " ".join(words)
 
 
 _RENAMED = {
