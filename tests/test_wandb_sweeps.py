@@ -252,7 +252,7 @@ def test_the_real_agent_runs_what_the_search_draws(service, tmp_path):
         assert (run["sweep_id"], run["run_id"]) == ("abc", f"run{number}")
         logged = run["config"]["update"]
         assert logged["replay"] == "nmer"  # the sweep's own word
-        assert (logged["replay.kind"], logged["replay.search"]) == ("nmer", "auto")
+        assert (logged["replay.kind"], logged["replay.search"]) == ("nmer", "graph")
         assert logged["replay.k"] == cfg.replay.k
         rows = [record["history"]["item"] for record in sent if record["type"] == "history"]
         assert [row["_step"] for row in rows] == [30, 60]

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from nmer_recipes.directories import read_config
 from nmer_recipes.errors import UsageError
 from nmer_recipes.files import resume_word
-from nmer_recipes.settings import CONF, choices_of, find_groups
+from nmer_recipes.settings import CONF, find_choices
 
 # Chosen anew for another device, unless they are given.
 _BY_DEVICE = ("storage_device", "compile", "replay.search")
@@ -34,20 +34,8 @@ def add_choices(words: Sequence[str]) -> list[str]:
     directory = given["resume"].value() if "resume" in given else None
     if directory in (None, "auto") or given["resume"].is_sweep_override():
         return []
-    choices = _find_choices(read_config(Path(str(directory))))
+    choices = find_choices(read_config(Path(str(directory))))
     return [f"{group}={choice}" for group, choice in choices.items() if group not in given]
-
-
-def _find_choices(saved: dict[str, Any]) -> dict[str, str]:
-    """Returns the file that a run has of each config group, as far as its config tells."""
-    found = {}
-    for group in sorted(find_groups()):
-        settings = saved.get(group) or {}
-        for choice in (settings.get("kind"), settings.get("name")):
-            if choice and (choice in choices_of(group) or group == "replay"):
-                found[group] = choice
-                break
-    return found
 
 
 def continue_config(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
@@ -67,13 +55,13 @@ def continue_config(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
             f"{cfg.algorithm}."
         )
     typed = {override.key_or_group: override.value() for override in _parse(words)}
-    same = {group for group, choice in _find_choices(saved).items() if typed.get(group) == choice}
+    same = {group for group, choice in find_choices(saved).items() if typed.get(group) == choice}
     given = {"resume", "run_dir", *typed} - same
     if "device" in given and cfg.device != saved.get("device"):
         given |= {name for name in _BY_DEVICE if OmegaConf.select(cfg, name) is not None}
     # Settings that the recipes got after the run had begun have their defaults.
     merged = composed | saved
-    for group in _find_choices(saved).keys() & composed.keys():
+    for group in find_choices(saved).keys() & composed.keys():
         merged[group] = composed[group] | saved[group]
     for name in sorted(given & set(_names(composed))):  # groups come before what is below them
         _copy(composed, merged, name)

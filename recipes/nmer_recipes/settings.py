@@ -163,7 +163,7 @@ def check_names(cfg: DictConfig, recipe: str, choices: Mapping[str, str | None])
     reference, defaults = _read(recipe)
     for group in defaults:
         choice = choices.get(group)
-        if choice is not None and choice in choices_of(group):
+        if choice is not None and choice in _choices(group):
             reference[group] |= _settings(group, choice)
         elif choice is not None:  # a file of the user's own says for itself what there is
             reference[group] = OmegaConf.to_container(cfg[group])
@@ -192,8 +192,8 @@ def check_words(words: Sequence[str], recipe: str) -> None:
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     choices |= {name: value for name, _, value in (word.partition("=") for word in overrides)}
     _check_task(choices["env"])
-    for group in reference.keys() & find_groups():
-        known = choices_of(group)
+    for group in reference.keys() & _groups():
+        known = _choices(group)
         for choice in known & set(choices[group].split(",")) or known:
             reference[group] |= _settings(group, choice)
     for word in overrides:
@@ -209,7 +209,7 @@ def check_words(words: Sequence[str], recipe: str) -> None:
 
 def _check_task(chosen: str) -> None:
     """Raises a `UsageError` for a task that the group `env` does not have; `a,b` chooses two."""
-    known = sorted(choices_of("env"))
+    known = sorted(_choices("env"))
     for name in chosen.split(","):
         if re.fullmatch(r"[\w.:/-]+", name) and name not in (*known, "null"):
             near = difflib.get_close_matches(name, known, n=1)
@@ -220,6 +220,21 @@ def _check_task(chosen: str) -> None:
             )
 
 
+def find_choices(cfg: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the file that a config has of each group, as far as its settings tell.
+
+    Args:
+        cfg: The resolved config of a run.
+    """
+    found = {}
+    for group in sorted(_groups() & cfg.keys()):
+        for choice in (cfg[group].get("kind"), cfg[group].get("name")):
+            if choice and (choice in _choices(group) or group == "replay"):
+                found[group] = choice
+                break
+    return found
+
+
 def _read(recipe: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The settings of a recipe without those of its groups, and the groups with their defaults."""
     settings = _load(CONF / f"{recipe}.yaml")
@@ -227,7 +242,7 @@ def _read(recipe: str) -> tuple[dict[str, Any], dict[str, str]]:
     choices: dict[str, str] = {}
     for entry in settings.pop("defaults"):
         if isinstance(entry, dict):
-            choices |= {group: choice for group, choice in entry.items() if group in find_groups()}
+            choices |= {group: choice for group, choice in entry.items() if group in _groups()}
         elif entry != "_self_":
             reference |= _load(CONF / f"{entry}.yaml")
     # What the recipe itself says of a group holds for each of its files.
@@ -243,13 +258,11 @@ def _load(path: Path) -> dict[str, Any]:
     return {str(name): value for name, value in loaded.items()}
 
 
-def find_groups() -> set[str]:
-    """Returns the config groups of the recipes."""
+def _groups() -> set[str]:
     return {"replay", *(path.name for path in CONF.iterdir() if path.is_dir())}
 
 
-def choices_of(group: str) -> set[str]:
-    """Returns the choices of a config group."""
+def _choices(group: str) -> set[str]:
     if group == "replay":
         return registered_methods()
     return {path.stem for path in (CONF / group).glob("*.yaml")}
