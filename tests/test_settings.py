@@ -54,6 +54,7 @@ VALUES = {
     "repeats": COUNT,
     "stretch": COUNT,
     "alpha": POSITIVE,
+    "env.count": COUNT,
     "collector.workers": COUNT,
     "collector.frames_per_batch": COUNT,
     "collector.cpus": ([0.01, 2], [0, -1]),
