@@ -68,8 +68,6 @@ class RunData:
     def setting(self) -> tuple[tuple[str, str], ...]:
         """The config without what may differ between seeds."""
         names = {name for name in self.config if name.split(".")[0] not in _FREE}
-        if self.config.get("env.count") == 1:
-            names.remove("env.count")  # runs from before it could be set had one, too
         if self.config.get("collector.kind", "local") != "local":
             names |= self.config.keys() & set(_REMOTE)
         values = ((name, self.config[name]) for name in sorted(names))
@@ -129,6 +127,8 @@ def _up_to_date(flat: dict[str, Any]) -> dict[str, Any]:
         flat |= {"replay.kind": "tuned_ct", "replay.first_alpha": flat.pop("replay.alpha", 1.0)}
     if "replay.alpha" in flat:  # once null for the default
         flat["replay.alpha"] = flat["replay.alpha"] or 0.75
+    if flat.get("env.count") == 1:
+        del flat["env.count"]  # as in runs from before it could be set
     return flat
 
 
