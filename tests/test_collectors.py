@@ -15,6 +15,7 @@ from nmer_recipes import batches, config  # isort: skip
 from nmer_recipes.collect import FrameCollector, make_collector  # isort: skip
 from nmer_recipes.envs import make_env  # isort: skip
 from nmer_recipes.replay import make_buffer  # isort: skip
+from nmer_recipes.reporting.read import read_directory  # isort: skip
 from nmer_recipes.seeding import Stream, seeds  # isort: skip
 from nmer_torchrl import Method, make_replay_buffer
 
@@ -241,3 +242,17 @@ def test_a_method_with_n_step_returns_is_refused(monkeypatch):
     monkeypatch.setattr("nmer_recipes.replay.make_method", lambda _: NStep())
     with pytest.raises(config.UsageError, match="MultiStepTransform, but the recipes store single"):
         make_buffer(cfg, 0)
+
+
+def test_a_run_from_before_several_environments_goes_on_as_the_same_setting(tmp_path):
+    train_and_kill("td3", tmp_path / "run")
+    path = tmp_path / "run" / "config.yaml"
+    now = path.read_text()
+    path.write_text(now.replace("  count: 1\n", ""))
+    assert "count" not in path.read_text()
+    assert_counts(train("td3", tmp_path / "run", "resume=auto"))
+    before = read_directory(tmp_path / "run", print).setting
+    path.write_text(now)
+    assert read_directory(tmp_path / "run", print).setting == before
+    path.write_text(now.replace("  count: 1\n", "  count: 2\n"))
+    assert read_directory(tmp_path / "run", print).setting != before

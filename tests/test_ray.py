@@ -29,8 +29,11 @@ TASK = ["collector=ray", "env=InvertedPendulum", "total_frames=600", "random_fra
 
 @pytest.fixture(scope="module")
 def cluster():
+    import td3
+    from ray import cloudpickle
     from ray.cluster_utils import Cluster
 
+    cloudpickle.register_pickle_by_value(td3)  # as it is where it is the script
     head = {"num_cpus": 1, "include_dashboard": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")  # else they starve beside other tests

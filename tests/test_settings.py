@@ -55,6 +55,7 @@ VALUES = {
     "stretch": COUNT,
     "alpha": POSITIVE,
     "env.max_steps": ([None, *COUNT[0]], COUNT[1]),
+    "env.count": COUNT,
     "collector.workers": COUNT,
     "collector.frames_per_batch": COUNT,
     "collector.cpus": ([0.01, 2], [0, -1]),

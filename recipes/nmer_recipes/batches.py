@@ -8,6 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self, final
 
@@ -191,20 +192,20 @@ class ProcessCollector(BatchCollector):
 
     def _make(self, make_envs: list[MakeEnv]) -> BaseCollector:
         cfg = self.cfg.collector
-        _import_once()
         collector = MultiSyncCollector if cfg.sync else MultiAsyncCollector
-        return collector(
-            make_envs,
-            self._policy,
-            frames_per_batch=cfg.frames_per_batch * (self.workers if cfg.sync else 1),
-            total_frames=-1,
-            auto_register_policy_transforms=False,
-            update_at_each_batch=True,
-            # Out of step no one waits for the workers' receipts, which a lost one would not send.
-            weight_sync_schemes={"policy": SharedMemWeightSyncScheme(sync=cfg.sync)},
-            num_threads=self.cfg.threads,
-            init_fn=_leave_interrupts_to_the_learner,
-        )
+        with _import_once():
+            return collector(
+                make_envs,
+                self._policy,
+                frames_per_batch=cfg.frames_per_batch * (self.workers if cfg.sync else 1),
+                total_frames=-1,
+                auto_register_policy_transforms=False,
+                update_at_each_batch=True,
+                # Out of step no one waits for receipts, which a lost worker would not send.
+                weight_sync_schemes={"policy": SharedMemWeightSyncScheme(sync=cfg.sync)},
+                num_threads=self.cfg.threads,
+                init_fn=_leave_interrupts_to_the_learner,
+            )
 
     def _stop(self) -> None:
         if self._collector is not None:
@@ -222,11 +223,17 @@ class ProcessCollector(BatchCollector):
             ) from error
 
 
-def _import_once() -> None:
+@contextmanager
+def _import_once() -> Iterator[None]:
     """Has workers fork from a process that has imported TorchRL, instead of each importing it."""
+    before = multiprocessing.get_start_method()
     if "forkserver" in multiprocessing.get_all_start_methods():
-        multiprocessing.set_start_method("forkserver", force=True)  # TorchRL sets another
         multiprocessing.set_forkserver_preload(["torchrl.collectors", "torchrl.envs"])
+        multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 def _leave_interrupts_to_the_learner() -> None:
