@@ -145,8 +145,6 @@ def _up_to_date(flat: dict[str, Any]) -> dict[str, Any]:
         flat |= {"replay.kind": "tuned_ct", "replay.first_alpha": flat.pop("replay.alpha", 1.0)}
     if "replay.alpha" in flat:  # once null for the default
         flat["replay.alpha"] = flat["replay.alpha"] or 0.75
-    if flat.get("env.count") == 1:
-        del flat["env.count"]  # as in runs from before it could be set
     return flat
 
 
