@@ -31,7 +31,14 @@ from nmer_torchrl.methods import METHODS
 from nmer_torchrl.methods.groups import Keyed, Near, Pairs
 from nmer_torchrl.pairs import QuantileCap
 from nmer_torchrl.samplers import SpreadSampler
-from nmer_torchrl.transforms import AmplitudeScaling, LinearFraction, MeanMixup, MixReg, RewardMean
+from nmer_torchrl.transforms import (
+    AmplitudeScaling,
+    DensityFraction,
+    LinearFraction,
+    MeanMixup,
+    MixReg,
+    RewardMean,
+)
 
 DRAWS = {kind: getattr(each().make_sampler(9), "draws", "rows") for kind, each in METHODS.items()}
 ROW_KINDS = [kind for kind, draws in DRAWS.items() if draws == "rows" and kind != "uniform"]
@@ -171,7 +178,7 @@ def test_fractions_and_caps_by_number_and_mapping():
     assert make(fraction=half).transform[0].gates[0].share(100) == 0.5
     dense = make(fraction={"density": {"first": 0.0, "last": 1.0, "rows": 100}}, max_distance=2.0)
     (gate,) = dense.transform[0].gates
-    assert (dense.sampler.unit.cap.limit, gate.share.sampler) == (2.0, dense.sampler)
+    assert (dense.sampler.unit.cap.limit, gate.share) == (2.0, DensityFraction(0.0, 1.0, 100))
     for kind in NEAR_KINDS:
         for cap in ({"quantile": 0.9}, QuantileCap(0.9)):
             sampler = make(kind, max_distance=cap).sampler

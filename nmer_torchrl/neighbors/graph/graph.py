@@ -64,8 +64,7 @@ class NeighborGraph(Search):
         self.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        options = {"candidates": self.candidates, "exact": self.exact}
-        return partial(NeighborGraph, self.k, **options), ()
+        return partial(NeighborGraph, self.k, candidates=self.candidates, exact=self.exact), ()
 
     def clear(self) -> None:
         """See `NeighborSearch.clear`."""
