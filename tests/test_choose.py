@@ -61,8 +61,10 @@ def on_learning():
     assert len(gaps) == 3
     behind = [*by_seed("pairings", "HalfCheetah", "score", "1nn")]
     behind += by_seed("rivals", "HalfCheetah", "score", "1nn")
-    below = " and ".join(f"{gap:,.0f}" for gap in behind)
-    yield f"which is k = 1, it ends {below} below k = {NMER().k}."
+    *first, last = (f"{gap:,.0f}" for gap in behind)
+    assert len(behind) == 3
+    below = f"{', '.join(first)} and {last} below k = {NMER().k}."
+    yield f"In the three seeds that we have of `1nn`, which is k = 1, it ends {below}"
     rows = table("main", "HalfCheetah")
     ends = f"{spread(rows.loc['nmer'])} and uniform replay at {spread(rows.loc['uniform'])}"
     yield f"**5**: on HalfCheetah NMER ends at {ends}, after {most} frames and in four seeds."
