@@ -154,7 +154,7 @@ def test_every_method_says_its_source_and_its_options(name):
 
 def test_pages_have_what_they_derive_from_the_methods():
     derived = runpy.run_path(str(ROOT / "docs" / "tables.py"))["pages"]()
-    old = [page.name for page, text in derived.items() if page.read_text() != text]
+    old = [page for page, text in derived.items() if page.read_text() != text]
     assert not old, f"{old} are not up to date: run python docs/tables.py"
     table = derived[ROOT / "docs" / "methods.md"]
     row = r"^\| `per_nmer` \| `PERNMER` .* `PairMixup`, `PairPrioritizedReplayBuffer` .*`k=10`"

@@ -127,6 +127,9 @@ class Pairing(SampleUnit):
         """Reads the whole storage at the next draw."""
         self.clear()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(keys={self.rows.keys})"
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "lock": None}
 

@@ -90,6 +90,3 @@ class RandomPairs(Pairing):
         with self.lock:
             super().clear()
             self._forget()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(keys={self.rows.keys})"
