@@ -65,13 +65,12 @@ def play(options: argparse.Namespace) -> None:
             if frames:
                 write_frames(options.video, frames, env)
                 frames = None
+    deviation = np.std(returns, ddof=min(1, len(returns) - 1))
     print(f"{policy.cfg.name}, {options.which} policy, after {policy.frames:,} frames:")
     print("| episode | return | steps |\n| --- | --- | --- |")
     for number, (total, steps) in enumerate(zip(returns, lengths, strict=True)):
         print(f"| {options.seed + number} | {total:.1f} | {steps} |")
-    print(
-        f"| mean ± std | {np.mean(returns):.1f} ± {np.std(returns):.1f} | {np.mean(lengths):.0f} |"
-    )
+    print(f"| mean ± std | {np.mean(returns):.1f} ± {deviation:.1f} | {np.mean(lengths):.0f} |")
     if options.export:
         export_policy(policy, options.export)
     for path in (options.video, options.export):

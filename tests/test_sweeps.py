@@ -96,6 +96,19 @@ def test_only_the_seeds_of_one_setting_share_a_group(tmp_path):
     assert groups == {"td3-Hopper-nmer-replay.k=10", "td3-Hopper-nmer-replay.k=25"}
 
 
+def test_long_groups_stay_apart_and_names_have_no_escapes(tmp_path):
+    groups = set()
+    for last in ("a", "b"):
+        cfg = make_config("td3", "env=Hopper")
+        text = rf"env.id=mine\:A-v0,hidden=[8,8],run={'x' * 120}{last}"
+        assert place_in_sweep(cfg, str(tmp_path), text)
+        assert "\\" not in cfg.run_dir + cfg.logger.group
+        assert cfg.logger.group.startswith("td3-Hopper-nmer-env.id=mine:A-v0-hidden=[8,8]-run=x")
+        assert len(cfg.logger.group) <= 128
+        groups.add(cfg.logger.group)
+    assert len(groups) == 2
+
+
 def test_a_search_that_was_killed_draws_the_same_trials_and_goes_on(tmp_path, capsys):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs the extra optuna")
     space = ["replay.k=int(interval(1,9))", "replay.alpha=tag(log,interval(0.1,4))"]

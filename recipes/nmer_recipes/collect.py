@@ -192,7 +192,9 @@ class FrameCollector:
                 fresh[i], self.episode_returns[i] = env.reset()[0], 0.0
         if fresh:
             tqdm.write(
-                "The episode cannot be restored; the run goes on with a new one.", file=sys.stderr
+                "The state of the task is not known, so the run goes on with a new episode "
+                f"({envs.TASK_PAGE}#stop-and-go-on).",
+                file=sys.stderr,
             )
             for i, observation in zip(fresh, self._upload(*fresh.values()), strict=True):
                 self._observations[i] = observation

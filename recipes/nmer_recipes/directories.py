@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -48,12 +49,17 @@ def place_in_sweep(cfg: DictConfig, folder: str, overrides: str) -> bool:
             f"resume={cfg.resume} names one run, but -m starts several; leave out -m, or leave out "
             "resume: a sweep started again goes on with its own runs."
         )
+    overrides = re.sub(r"\\(.)", r"\1", overrides)  # without what Hydra escapes
     cfg.run_dir = str(Path(folder) / name_directory(overrides or cfg.name, cfg.name))
     cfg.resume = "auto"
     if cfg.logger.get("group") is not None:
         named = ("env=", "replay=", "seed=")  # by the group already, or not of the setting
-        settings = [part for part in overrides.split(",") if part and not part.startswith(named)]
-        cfg.logger.group = "-".join([cfg.logger.group, *settings])[:_LONGEST_GROUP]
+        parts = re.split(r",(?![^\[{]*[\]}])", overrides)  # a list is one part
+        settings = [part for part in parts if part and not part.startswith(named)]
+        group = "-".join([cfg.logger.group, *settings])
+        if len(group) > _LONGEST_GROUP:
+            group = _cut(group, group, _LONGEST_GROUP - 9)
+        cfg.logger.group = group
     directory = Path(cfg.run_dir)
     if not (directory / "summary.json").exists():
         return True
@@ -69,9 +75,13 @@ def name_directory(text: str, summary: str = "") -> str:
     """
     if "/" not in text and len(text.encode()) <= _LONGEST_NAME:
         return text
-    start = ",".join(filter(None, [summary, text])).replace("/", "-")
-    cut = start.encode()[:_CUT_NAME].decode(errors="ignore").rstrip(",=")
-    return f"{cut}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return _cut(",".join(filter(None, [summary, text])).replace("/", "-"), text, _CUT_NAME)
+
+
+def _cut(name: str, text: str, length: int) -> str:
+    """Returns the first bytes of a name, and a hash of the text that it stands for."""
+    start = name.encode()[:length].decode(errors="ignore").rstrip(",=")
+    return f"{start}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def read_score(directory: Path) -> float:
@@ -190,9 +200,12 @@ def _raise_if_different(directory: Path, cfg: DictConfig, *, further: bool = Fal
         different.pop("total_frames", None)
     if different:
         words = [f"{name}={before} ({now} was given)" for name, (before, now) in different.items()]
+        alone = "alone goes on with it"
+        if (directory / "summary.json").exists():
+            alone = f"and more than total_frames={there.get('total_frames')} take it further"
         raise UsageError(
             f"{directory} is of another config: it was made with {', '.join(words)}. "
-            f"{resume_word(directory)} alone goes on with it; a new run needs another directory."
+            f"{resume_word(directory)} {alone}; a new run needs another directory."
         )
 
 

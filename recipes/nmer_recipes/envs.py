@@ -72,18 +72,21 @@ def _make_task(cfg: DictConfig, render_mode: str | None) -> gymnasium.Env:
                 import shimmy  # noqa: F401, registers these tasks
             return gymnasium.make(cfg.id, disable_env_checker=True, **options)
     except (gymnasium.error.Error, ImportError) as error:
-        raise UsageError(
-            f"The environment {cfg.id} cannot be made: {error} "
-            f"Choose one of recipes/conf/env, another version by env.version, or see {TASK_PAGE}."
-        ) from None
+        remedy = "Choose one of recipes/conf/env, or another version by env.version."
+        if "version" not in cfg:
+            remedy = (
+                "For a task of your own give env.id=MODULE:NAME; modules are looked for in the "
+                f"current directory and on PYTHONPATH: {TASK_PAGE}."
+            )
+        raise UsageError(f"The environment {cfg.id} cannot be made: {error} {remedy}") from None
     except (TypeError, ValueError) as error:
         reason = str(error).splitlines()[0].partition(" was raised from the environment creator")[0]
         if render_mode is not None:  # without it, the task has passed its checks
             raise UsageError(f"{cfg.id} cannot be filmed: {reason}; leave the video out.") from None
         given = f"with {', '.join(options)}" if options else "without arguments"
         raise UsageError(
-            f"{cfg.id} cannot be constructed {given}: {reason}; its arguments are "
-            "env.kwargs.NAME=VALUE."
+            f"{cfg.id} cannot be constructed {given}: {reason}; give the arguments that its "
+            "constructor takes by env.kwargs.NAME=VALUE."
         ) from error
 
 

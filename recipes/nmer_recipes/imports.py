@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -26,7 +27,7 @@ def import_parent(path: str, given: str) -> tuple[ModuleType, str]:
     """
     module, _, name = path.rpartition(".")
     if not module:
-        raise UsageError(f"{given} is not a path; give MODULE.NAME, as in my_package.{path}.")
+        raise UsageError(f"{given} is not a path; give MODULE.NAME, as in my_package.MyClass.")
     search_current_directory()
     try:
         return importlib.import_module(module), name
@@ -43,5 +44,7 @@ def import_callable(path: str, given: str) -> Any:
     found = getattr(module, name, None)
     if not callable(found):
         file = getattr(module, "__file__", None) or module.__name__
-        raise UsageError(f"{given}: {file} has no class or function {name}.")
+        near = difflib.get_close_matches(name, vars(module), n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise UsageError(f"{given}: {file} has no class or function {name}.{hint}")
     return found

@@ -168,7 +168,7 @@ def load_policy(directory: Path | str, which: str = "best") -> Policy:
     if not path.exists():
         raise UsageError(
             f"{directory} holds no {path.name}; name a run directory of a recipe in which an "
-            "evaluation has been made."
+            "evaluation has had a finite return."
         )
     cfg = OmegaConf.load(directory / "config.yaml")
     return Policy(cfg, read_state(path, "train again, or name another run"))

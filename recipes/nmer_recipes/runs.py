@@ -108,7 +108,7 @@ class Run:
         self._marked_at = (0, 0)  # frames and updates at the last row
         self._marked_clock = dict(self.clock.seconds)
         self._first_update: tuple[float, int] | None = None
-        self._told = False
+        self._told = self._diverged = False
         self._logger: Logger | None = None
 
     def __enter__(self) -> Run:
@@ -198,10 +198,22 @@ class Run:
         with told_of_errors(self._metrics):
             self._write_metrics()
         self._send(row)
+        self._tell_divergence(row)
         self.bar.set_postfix(eval_return=f"{row['eval/return']:.1f}", refresh=False)
         self._mark(now, frames)
         self.due = None
         returns.clear()
+
+    def _tell_divergence(self, row: dict[str, float]) -> None:
+        """Says once that a loss or a return is not finite: what follows trains on it."""
+        bad = [name for name, value in row.items() if not math.isfinite(value)]
+        if bad and not self._diverged:
+            self._diverged = True
+            self.bar.write(
+                f"{', '.join(bad)} is not finite at frame {row['frames']:.0f}: the task returned "
+                "such a number, or the agent has diverged. The run goes on, but learns no more.",
+                file=sys.stderr,
+            )
 
     def _send(self, row: dict[str, float]) -> None:
         """Gives a row to the logger."""

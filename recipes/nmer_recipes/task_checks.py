@@ -19,7 +19,7 @@ def check_spaces(env: gymnasium.Env, name: str) -> None:
     if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating):
         raise UsageError(
             f"{name} has actions in {space}, but SAC and TD3 here act in continuous boxes; "
-            "choose an environment with a Box action space of floats."
+            "map them from a Box of floats by a wrapper (env.wrappers), or choose another task."
         )
     if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
         raise UsageError(
@@ -46,7 +46,7 @@ def _check_observations(space: spaces.Space, name: str) -> None:
     if not isinstance(space, spaces.Box):
         remedy = "turn them into a Box, or a Dict of boxes, by a wrapper"
     elif space.dtype == np.uint8 and len(space.shape) > 1:
-        remedy = "the recipes have no networks for images"
+        remedy = "leave images out, or encode them as floats, by a wrapper"
     elif not np.issubdtype(space.dtype, np.floating):
         remedy = "turn integers into floats by a wrapper"
     elif len(space.shape) != 1 or not space.shape[0]:
@@ -90,15 +90,16 @@ def check_steps(env: gymnasium.Env, name: str) -> None:
         if "values to unpack" not in str(error):
             raise
         raise UsageError(
-            f"{name}: Gymnasium asks reset() for (observation, info), and step() for (observation, "
-            f"reward, terminated, truncated, info), but one of them has {error}."
+            f"{name}: reset() must return (observation, info), and step() (observation, reward, "
+            f"terminated, truncated, info), as Gymnasium asks for; one of them did not: {error}."
         ) from error
     _check_observation(start, env.observation_space, f"{name}: reset()")
     _check_observation(observation, env.observation_space, f"{name}: step()")
-    if np.ndim(reward) or not np.issubdtype(np.asarray(reward).dtype, np.number):
+    number = not np.ndim(reward) and np.issubdtype(np.asarray(reward).dtype, np.number)
+    if not number or not np.isfinite(reward):
         raise UsageError(
-            f"{name}: step() returned the reward {reward!r}, but a reward is one number; return a "
-            "float."
+            f"{name}: step() returned the reward {reward!r}, but a reward is one finite number; "
+            "return a float."
         )
     for flag in (terminated, truncated):
         if np.ndim(flag):
@@ -106,7 +107,7 @@ def check_steps(env: gymnasium.Env, name: str) -> None:
 
 
 def _check_observation(observation: Any, space: spaces.Space, where: str) -> None:
-    """Raises unless the shape is that of the space; bounds are not looked at."""
+    """Raises unless it is finite, with the shape of the space; bounds are not looked at."""
     if isinstance(space, spaces.Dict):
         if not isinstance(observation, dict) or observation.keys() != space.spaces.keys():
             found = list(observation) if isinstance(observation, dict) else type(observation)
@@ -121,3 +122,5 @@ def _check_observation(observation: Any, space: spaces.Space, where: str) -> Non
             f"{where} returned an observation of shape {np.shape(observation)}, but the "
             f"observation space has shape {space.shape}."
         )
+    elif not np.isfinite(observation).all():
+        raise UsageError(f"{where} returned an observation that is not finite: {observation}.")

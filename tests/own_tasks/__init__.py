@@ -84,7 +84,8 @@ class Faulty(Goal):
         after, reward, *rest = super().step(action)
         if self.fault == "old":
             return after, reward, False, {}
-        return after, np.array([reward]) if self.fault == "reward" else reward, *rest
+        reward = {"reward": np.array([reward]), "nan": np.nan}.get(self.fault, reward)
+        return after, reward, *rest
 
 
 _SPACES = {
