@@ -148,6 +148,15 @@ def test_what_cannot_be_trained_on_is_refused_before_training(fault):
         envs.check_task(task_config("Faulty", kwargs={"fault": fault}))
 
 
+@pytest.mark.filterwarnings("ignore:The row at position .* has a non-finite entry")
+def test_a_run_whose_losses_are_not_finite_says_so_once(tmp_path, capsys):
+    late = ["env=gym", "env.id=own_tasks:Faulty-v0", "env.kwargs.fault=late", "env.max_steps=15"]
+    start("td3", *SMALL, *late, "run_dir=run", cwd=tmp_path)
+    told = capsys.readouterr().err
+    assert told.count("is not finite at frame") == 1
+    assert "train/loss_qvalue" in told
+
+
 @pytest.mark.parametrize(
     ("cfg", "message"),
     [

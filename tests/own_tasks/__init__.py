@@ -84,7 +84,9 @@ class Faulty(Goal):
         after, reward, *rest = super().step(action)
         if self.fault == "old":
             return after, reward, False, {}
-        reward = {"reward": np.array([reward]), "nan": np.nan}.get(self.fault, reward)
+        moved = abs(self.state["position"]) > 0.2  # not yet after the step that is checked
+        late = np.nan if moved else reward
+        reward = {"reward": np.array([reward]), "nan": np.nan, "late": late}.get(self.fault, reward)
         return after, reward, *rest
 
 
