@@ -3,7 +3,7 @@
 import re
 
 import pandas as pd
-from test_results import RESULTS, ROOT, by_seed, range_of, spread, table
+from result_helpers import RESULTS, ROOT, by_seed, range_of, spread, table
 
 from nmer_torchrl import NMER
 

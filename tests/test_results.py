@@ -12,11 +12,10 @@ import pandas as pd
 import pytest
 import yaml
 from recipe_helpers import RECIPES
+from result_helpers import RESULTS, ROOT, by_seed, range_of, spread, table
 
 import report  # isort: skip
 
-ROOT = RECIPES.parent
-RESULTS = ROOT / "docs" / "results"
 PARTS = sorted(path for path in RESULTS.iterdir() if path.is_dir())
 RUNS = sorted(path.parent for path in RESULTS.rglob("metrics.csv"))
 
@@ -50,9 +49,9 @@ def test_every_table_is_that_of_a_report():
     page = (ROOT / "docs" / "results.md").read_text()
     shown = re.findall(r"(?:^\|.*\n)+", page, flags=re.MULTILINE)
     assert shown
-    for table in shown:
-        if not table.startswith("| quoted"):  # numbers of others
-            assert any(f"\n\n{table}\n" in report for report in reports), table
+    for each in shown:
+        if not each.startswith("| quoted"):  # numbers of others
+            assert any(f"\n\n{each}\n" in report for report in reports), each
 
 
 def test_runs_are_complete_and_say_nothing_of_the_machine():
@@ -81,10 +80,6 @@ def series(part: str, env: str, method: str) -> list[pd.DataFrame]:
     return [tables[seed] for seed in sorted(tables)]
 
 
-def span(values) -> tuple[float, float]:
-    return min(values), max(values)
-
-
 # Numbers of the text: each sentence is made of the runs, and must stand on the page.
 
 
@@ -92,28 +87,6 @@ def says(sentence: str, page: str = "docs/results.md") -> None:
     """Fails unless these words are on the page, whatever its line breaks."""
     words = " ".join((ROOT / page).read_text().replace("**", "").split())
     assert " ".join(sentence.split()) in words, sentence
-
-
-def range_of(values, form: str = ",.0f") -> str:
-    return " to ".join(format(value, form) for value in span(values))
-
-
-def table(part: str, env: str) -> pd.DataFrame:
-    """The rows of a part's table by method."""
-    rows = pd.read_csv(RESULTS / part / "table.csv")
-    return rows[rows.env == env].set_index("method")
-
-
-def spread(row: pd.Series) -> str:
-    return f"{row['mean']:.0f} ± {row['std']:.0f}"
-
-
-def by_seed(part: str, env: str, column: str, against: str = "uniform") -> list[float]:
-    """NMER less another method, in each seed."""
-    rows = pd.read_csv(RESULTS / part / "paired.csv")
-    rows = rows[(rows.env == env) & (rows.method == "nmer") & (rows.against == against)]
-    (row,) = rows[f"{column}_by_seed"]
-    return [float(number) for number in str(row).split()]
 
 
 def test_words_on_halfcheetah():
