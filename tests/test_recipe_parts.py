@@ -119,7 +119,7 @@ def test_an_unknown_choice_lists_the_known_ones(group, known):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("env=gym env.id=CartPole-v1", r"Discrete\(2\).*Box action space"),
+        ("env=gym env.id=CartPole-v1", r"Discrete\(2\).*from a Box of floats"),
         ("env=gym env.id=Nothing-v0", "Nothing"),
         ("env.version=v2", "Walker2d"),
     ],
