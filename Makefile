@@ -13,7 +13,7 @@ test: $(INSTALLED) lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 # The same, and how much of the package the tests run; counting makes many of them take twice as long.
-coverage:
+coverage: $(INSTALLED)
 	$(MAKE) test ARGS="--cov --cov-fail-under=95 $(ARGS)"
 
 # The main job; options go along as in `make train ARGS="env=InvertedPendulum total_frames=15000"`.

@@ -59,7 +59,7 @@ def test_a_soak_multiplies_examples(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "triggers", "target"),
     [
-        ("test", {"push", "pull_request"}, "test"),
+        ("test", {"push", "pull_request"}, "coverage"),
         ("soak", {"schedule", "workflow_dispatch"}, "soak"),
     ],
 )
