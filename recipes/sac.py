@@ -3,110 +3,59 @@
 python recipes/sac.py env=Walker2d                    # NMER, the paper's settings
 python recipes/sac.py env=Walker2d replay=uniform     # the baseline
 python recipes/sac.py env=Walker2d --cfg job          # every setting of that run
+
+Haarnoja et al., *Soft Actor-Critic Algorithms and Applications* (2018). This file has the networks,
+the losses and the gradient step; the loop around them, which all agents share, is in
+nmer_recipes/training.py.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from nmer_recipes.blocks import Batch, as_block
-from nmer_recipes.checkpoint import Checkpoint
-from nmer_recipes.collect import make_collector
+from nmer_recipes import training
+from nmer_recipes.actors import (
+    SquashedNormal,
+    bounds,
+    make_gaussian_actor,
+    make_gaussian_network,
+)
+from nmer_recipes.blocks import Batch
 from nmer_recipes.compiling import Results, over_blocks
 from nmer_recipes.config import run_recipe
-from nmer_recipes.envs import check_task, make_env
-from nmer_recipes.evaluate import Evaluator
-from nmer_recipes.memory import check_memory
 from nmer_recipes.networks import (
     DISTANCES,
     STOCK_DISTANCES,
     Functional,
     Weights,
     find_weights,
+    make_critic,
 )
 from nmer_recipes.optim import Adam, Moments, clip, clip_each, decay, differentiate, move_targets
-from nmer_recipes.policy import save_policy
-from nmer_recipes.replay import describe, draw, make_buffer, store
-from nmer_recipes.runs import Run
-from nmer_recipes.seeding import seeds
-from nmer_recipes.video import check_video, write_video
 from omegaconf import DictConfig
-from tensordict.nn import NormalParamExtractor, TensorDictModule
-from torch import Tensor, nn
-from torch.distributions import Distribution
-from torch.nn.functional import softplus
-from torchrl.data import Bounded
-from torchrl.modules import MLP, ProbabilisticActor, ValueOperator
+from tensordict.nn import TensorDictModule
+from torch import Tensor
+from torchrl.modules import ProbabilisticActor
 from torchrl.objectives import SACLoss, SoftUpdate
-
-from nmer_torchrl.loop import report_errors
-
-
-class SquashedNormal(Distribution):
-    """The tanh of a Gaussian: actions in [-1, 1]."""
-
-    def __init__(self, loc: Tensor, scale: Tensor) -> None:
-        super().__init__(loc.shape[:-1], loc.shape[-1:], validate_args=False)
-        self.loc, self.scale = loc, scale
-
-    def draw(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns actions and their log-probabilities `[B]`; the noise is standard normal."""
-        raw = self.loc + self.scale * noise
-        normal = -noise.square() / 2 - self.scale.log() - math.log(2 * math.pi) / 2
-        slope = 2 * (math.log(2) - raw - softplus(-2 * raw))  # log of that of tanh
-        return raw.tanh(), (normal - slope).sum(-1)
-
-    def rsample_and_log_prob(self, shape: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
-        """Returns the same with noise of its own, as TorchRL's losses ask for it."""
-        return self.draw(torch.randn(*shape, *self.loc.shape, device=self.loc.device))
-
-    @property
-    def deterministic_sample(self) -> Tensor:
-        """The action without noise; as TorchRL's, it stays off the bounds."""
-        return self.loc.tanh().clamp(-1 + 1e-6, 1 - 1e-6)
-
-
-class Explore(nn.Module):
-    """Draws actions by the parameters of their distribution."""
-
-    def forward(self, parameters: tuple[Tensor, Tensor]) -> Tensor:
-        """Returns random actions."""
-        return SquashedNormal(*parameters).rsample_and_log_prob()[0]
 
 
 def make_agent(
     cfg: DictConfig, observations: int, actions: int, device: torch.device
 ) -> tuple[ProbabilisticActor, TensorDictModule, SACLoss]:
-    """A squashed Gaussian policy, what draws from it, and losses with two critics and targets."""
-    spec = Bounded(-torch.ones(actions), torch.ones(actions), device=device)
-    layers = {"num_cells": list(cfg.hidden), "activation_class": nn.ReLU, "device": device}
-    network = nn.Sequential(
-        MLP(in_features=observations, out_features=2 * actions, **layers), NormalParamExtractor()
-    )
-    actor = ProbabilisticActor(
-        TensorDictModule(network, in_keys=["observation"], out_keys=["loc", "scale"]),
-        in_keys=["loc", "scale"],
-        spec=spec,
-        distribution_class=SquashedNormal,
-    )
-    explorer = TensorDictModule(
-        nn.Sequential(network, Explore()), in_keys=["observation"], out_keys=["action"]
-    )
-    critic = ValueOperator(
-        MLP(in_features=observations + actions, out_features=1, **layers),
-        in_keys=["observation", "action"],
-    )
+    """Returns a squashed Gaussian policy, what draws from it, and the losses with their critics."""
+    network = make_gaussian_network(cfg, observations, actions, device)
+    actor, explorer = make_gaussian_actor(network, actions, device)
     loss = SACLoss(
         actor,
-        critic,
+        make_critic(cfg, observations, actions, device),
         num_qvalue_nets=2,
         loss_function=STOCK_DISTANCES[cfg.critic_loss],
         alpha_init=cfg.alpha_init,
         target_entropy=-float(actions) if cfg.target_entropy is None else cfg.target_entropy,
-        action_spec=spec,
+        action_spec=bounds(actions, device),
     ).to(device)
     loss.make_value_estimator(gamma=cfg.gamma)
     loss.set_keys(done="terminated", terminated="terminated")  # a time limit ends no value
@@ -220,84 +169,7 @@ def make_update(
     return update, {"optimizer": optimizer}
 
 
-def train(cfg: DictConfig) -> float:
-    """Seed, environment, agent, buffer, loop, evaluation; returns the score."""
-    check_task(cfg.env)
-    check_video(cfg)
-    # Seed: a stream each, so that a replay method changes neither the networks nor the resets.
-    torch.set_num_threads(cfg.threads)
-    device, seed = torch.device(cfg.device), seeds(cfg.seed)
-    torch.manual_seed(seed["networks"])
-
-    # Environment
-    env = make_env(cfg.env)
-    evaluate = Evaluator(cfg.env, cfg.eval_episodes, gamma=cfg.gamma, device=device)
-    observations, actions = env.observation_space.shape[0], env.action_space.shape[0]
-
-    # Agent
-    actor, explorer, agent = make_agent(cfg, observations, actions, device)
-    cfg.target_entropy = float(agent.target_entropy)  # so that the run's config has it
-    update, optimizers = make_update(cfg, agent)
-
-    # Buffer
-    check_memory(cfg, observations, actions)
-    run = Run(cfg)
-    buffer = make_buffer(cfg, seed["replay"], run.directory)
-    collector = make_collector(
-        cfg,
-        env,
-        explorer,
-        lambda: make_agent(cfg, observations, actions, torch.device("cpu"))[1],
-        seed,
-    )
-
-    # Loop
-    checkpoint = Checkpoint(
-        run.directory, agent=agent, buffer=buffer, collector=collector, run=run, **optimizers
-    )
-    if run.resumed:
-        checkpoint.load()
-    clock, rows = run.clock, None
-
-    def evaluate_and_save(frame: int) -> None:
-        """What is due after a frame; a resumed run makes an evaluation that a signal has ended."""
-        if run.due is not None:
-            with clock("evaluation"):
-                scores = evaluate(actor, agent, run.stops)
-            if scores is not None:
-                run.log(frame, collector.returns, scores, run.due)
-                save_policy(run, actor, env)
-        stopping, done = run.stops(), frame == cfg.total_frames
-        if stopping or done or frame % cfg.checkpoint_every == 0:
-            checkpoint.save(last=stopping or done)
-        if stopping:
-            run.stop()
-
-    with collector, run:
-        if run.due is not None:
-            evaluate_and_save(collector.frames)
-        for frame in range(collector.frames + 1, cfg.total_frames + 1):
-            with clock("environment"):
-                row = collector.step()
-            with clock("upkeep"):
-                store(buffer, row, collector.ended)
-            due = math.floor((frame - cfg.random_frames) * cfg.replay_ratio) - run.updates
-            for rows in draw(buffer, max(due, 0), clock):
-                with clock("update"):
-                    block = as_block(rows, cfg.batch_size, device)
-                    losses, errors = update(block, run.updates)
-                    run.note(losses, len(block.reward))
-                with clock("upkeep"):
-                    report_errors(buffer, rows, errors.flatten())
-            run.count(frame)
-
-            # Evaluation
-            if frame % cfg.eval_every == 0:
-                run.due = describe(buffer, rows)
-            evaluate_and_save(frame)
-        write_video(cfg, run.directory, evaluate, actor)
-        return run.finish()
-
+train = partial(training.train, make_agent=make_agent, make_update=make_update)
 
 if __name__ == "__main__":
     run_recipe(train, "sac")

@@ -18,6 +18,7 @@ class Batch(NamedTuple):
     reward: Tensor  # [..., B]
     terminated: Tensor  # [..., B]
     weight: Tensor | None = None  # [..., B], importance of rows drawn by priority
+    mask: Tensor | None = None  # [..., B, members], which members of an ensemble learn from it
 
     def unbind(self) -> list[Batch]:
         """Returns the K batches of a block."""
@@ -51,12 +52,17 @@ class Batch(NamedTuple):
 
 def as_block(rows: TensorDictBase, size: int, device: torch.device) -> Batch:
     """Returns rows `[K * size]` as a block `[K, size]` on the device."""
-    following, weight = rows["next"], rows.get("priority_weight", None)
-    entries = (rows["observation"], rows["action"], following["observation"])
-    flat = (following["reward"], following["terminated"], weight)
+    following = rows["next"]
 
-    def place(entry: Tensor, *shape: int) -> Tensor:
+    def place(entry: Tensor | None, *shape: int) -> Tensor | None:
+        if entry is None:
+            return None
         return entry.to(device, non_blocking=True).reshape(-1, size, *shape)
 
-    wide = [place(entry, entry.shape[-1]) for entry in entries]
-    return Batch(*wide, *(None if entry is None else place(entry) for entry in flat))
+    wide = (rows["observation"], rows["action"], following["observation"])
+    flat = (following["reward"], following["terminated"], rows.get("priority_weight", None))
+    return Batch(
+        *(place(entry, entry.shape[-1]) for entry in wide),
+        *(place(entry) for entry in flat),
+        place(mask, mask.shape[-1]) if (mask := rows.get("mask", None)) is not None else None,
+    )

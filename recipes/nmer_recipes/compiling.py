@@ -144,7 +144,7 @@ def is_worth_it(cfg: DictConfig) -> bool:
     On a CPU compiling gains little, since the products take nearly all of the time. TorchRL's
     losses are called as they are.
     """
-    if cfg.losses == "torchrl":
+    if cfg.get("losses") == "torchrl":
         return False
     updates = (cfg.total_frames - cfg.random_frames) * cfg.replay_ratio
     on_cuda = torch.device(cfg.device).type == "cuda"

@@ -53,6 +53,14 @@ def _share(total: int, parts: int) -> int:
     return max(1, int(total) // parts)
 
 
+def _steps_of_a_frame(replay_ratio: float) -> int:
+    return max(1, int(replay_ratio))
+
+
+def _mbpo_entropy(*, _root_: DictConfig) -> float | None:
+    return paper.MBPO_ENTROPY.get(_known_task(_root_.env))
+
+
 def _default_device() -> str:
     return "cuda:0" if torch.cuda.is_available() else "cpu"
 
@@ -67,6 +75,8 @@ def register_resolvers() -> None:
         "paper": _paper,
         "task_name": _task_name,
         "share": _share,
+        "steps_of_a_frame": _steps_of_a_frame,
+        "mbpo_entropy": _mbpo_entropy,
         "default_device": _default_device,
     }.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
@@ -228,7 +238,7 @@ def check_run(cfg: DictConfig) -> None:
             f"eval_every={cfg.eval_every}, but the run has total_frames={cfg.total_frames}; "
             "lower eval_every, or the run is never evaluated."
         )
-    if cfg.losses == "torchrl" and cfg.compile is True:
+    if cfg.get("losses") == "torchrl" and cfg.compile is True:
         raise UsageError(
             "losses=torchrl is not compiled, but compile=true was given; leave one of the two out."
         )

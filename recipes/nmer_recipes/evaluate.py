@@ -15,6 +15,7 @@ from torchrl.envs import ExplorationType, set_exploration_type
 from torchrl.objectives import LossModule
 
 from nmer_recipes.envs import make_env
+from nmer_recipes.networks import critics_name
 
 _SEED = 10_000  # the same starts for every run and every evaluation
 _CUT = 0.01  # discount at the time limit from which on a Monte-Carlo return counts as whole
@@ -131,10 +132,13 @@ class _Camera(gymnasium.Wrapper):
 
 
 def q_values(loss: LossModule, observation: Tensor, action: Tensor) -> Tensor:
-    """Mean of the critics' values `[n]`, on the CPU."""
+    """Returns the mean of the critics' values `[n]`, on the CPU."""
     batch = TensorDict(observation=observation, action=action, batch_size=[len(observation)])
+    name = critics_name(loss)
+    network = getattr(loss, f"{name}_network")
+    parameters = getattr(loss, f"{name}_network_params").data
     values = []
-    for parameters in loss.qvalue_network_params.data.unbind(0):
-        with parameters.to_module(loss.qvalue_network):
-            values.append(loss.qvalue_network(batch)["state_action_value"].squeeze(-1))
+    for weights in parameters.unbind(0) if parameters.ndim else [parameters]:
+        with weights.to_module(network):
+            values.append(network(batch)["state_action_value"].squeeze(-1))
     return torch.stack(values).mean(0).cpu()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +26,9 @@ def differentiate(
 
 
 def decay(weights: list[Tensor]) -> Tensor:
-    """Returns half of the sum of squares of the weight matrices of a network."""
-    return torch.stack([weight.square().sum() for weight in weights[::2]]).sum() / 2
+    """Returns half of the sum of squares of the weight matrices of one or several networks."""
+    matrices = [weight for weight in weights[::2] if weight.ndim > 1]  # not those of norms
+    return torch.stack([weight.square().sum() for weight in matrices]).sum() / 2
 
 
 def clip(gradients: list[Tensor], limit: float | None) -> list[Tensor]:
@@ -62,8 +63,10 @@ class Adam(torch.optim.Adam):
     function of weights, gradients and moments, which are there from the start; both do the same.
     """
 
-    def __init__(self, parameters: list[Tensor], *, lr: float) -> None:
-        super().__init__(parameters, lr=lr, fused=True)
+    def __init__(
+        self, parameters: list[Tensor], *, lr: float, betas: tuple[float, float] = (0.9, 0.999)
+    ) -> None:
+        super().__init__(parameters, lr=lr, betas=betas, fused=True)
         for weight in parameters:
             moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
             self.state[weight] = {"step": torch.zeros((), device=weight.device), **moments}
@@ -119,7 +122,8 @@ class Adam(torch.optim.Adam):
         copy_all(old, [*moved, *first, *second, *[step] * len(weights)])
 
 
-def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+@torch.no_grad()
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Writes tensors into others, one by one."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)

@@ -15,6 +15,8 @@ Where the ablations have no row, rules of ours decide:
   a twentieth of the run, as in the paper, and at most its 10,000. k is 10, with neither penalty nor
   clipping; SAC's learning rate is 3e-4.
 - Small tasks of `recipes/conf/env`: the values that our results on them rest on.
+- Agents that the paper does not have: k is 10, with neither penalty nor clipping. All else is in
+  their config, from their own papers.
 """
 
 from __future__ import annotations
@@ -36,6 +38,15 @@ SMALL = (
 )
 KINDS = {"uniform": "U", "per": "PER", "ct": "CT", "nmer": "NMER"}
 NAMES = KINDS | {"1nn": "1NN-Mixup", "mixup": "Mixup", "s4rl": "S4RL", "noisy": "Noisy"}
+ALGORITHMS = ("sac", "td3")  # of the ablations
+# What the entropy coefficient is learned for in MBPO, and so in REDQ and DroQ.
+MBPO_ENTROPY = {
+    "Hopper": -1.0,
+    "HalfCheetah": -3.0,
+    "Walker2d": -3.0,
+    "Ant": -4.0,
+    "Humanoid": -2.0,
+}
 FRAMES, SEEDS, VERSION = 200_000, 4, "v2"  # of every result
 
 
@@ -63,7 +74,7 @@ def setting(
 
     Args:
         name: Of the setting.
-        algorithm: `"td3"` or `"sac"`.
+        algorithm: The name of a recipe.
         env: The task's name, or its id if it is none of `recipes/conf/env`.
         kind: The replay method.
         frames: Those of the whole run.
@@ -79,7 +90,7 @@ def setting(
     plain = {"k": 10, "replay_ratio": 1 if env in SMALL else 5, "actor_l2": 0.0, "grad_clip": None}
     if name not in plain:
         raise ValueError(f"The paper's table has no {name!r}; it has {', '.join(plain)}.")
-    if env not in LOCOMOTION:
+    if env not in LOCOMOTION or algorithm not in ALGORITHMS:
         return plain[name]
     if (algorithm, env) == ("sac", "Humanoid"):  # the paper has no SAC on Humanoid
         env = "Ant"
@@ -100,6 +111,8 @@ def setting(
 
 def rule(algorithm: str, env: str, kind: str) -> str:
     """Says where the values of `setting` for a task and a method come from."""
+    if algorithm not in ALGORITHMS:
+        return "Settings for agents that the paper does not have, the same for every method"
     if env in SMALL:
         return f"Settings of this project for {env} with every method"
     if env not in LOCOMOTION:

@@ -76,6 +76,7 @@ class Policy(nn.Module):
     Attributes:
         frames: Frames after which it was evaluated.
         mean_return: Mean return of that evaluation.
+        actor_width: Number of entries of an observation.
     """
 
     def __init__(self, cfg: DictConfig, state: dict[str, Any]) -> None:
@@ -86,8 +87,9 @@ class Policy(nn.Module):
         self.register_buffer("high", state["high"].float())
         self.entries = state.get("entries")
         recipe = load_recipe(cfg.algorithm)
-        width = state["observations"]
-        self.actor = recipe.make_agent(cfg, width, len(self.low), torch.device("cpu"))[0]
+        self.actor_width = int(state["observations"])
+        agent = recipe.make_agent(cfg, self.actor_width, len(self.low), torch.device("cpu"))
+        self.actor = agent[0]
         self.actor.load_state_dict(state["actor"])
         self.requires_grad_(False)
 
@@ -125,11 +127,6 @@ class Policy(nn.Module):
                 part = part[key]
             parts.append(np.asarray(part))
         return np.concatenate(parts, axis=-1)
-
-    @property
-    def actor_width(self) -> int:
-        """Number of entries of an observation."""
-        return next(p for p in self.actor.parameters() if p.ndim == 2).shape[1]
 
 
 def load_recipe(name: str) -> ModuleType:

@@ -82,6 +82,7 @@ RANGES: dict[str, Range] = {
     "buffer_size": _COUNT,
     "batch_size": _COUNT,
     "hidden": Range(1, whole=True, each=True),
+    "critic_hidden": Range(1, whole=True, each=True),
     "lr": Range(0, 1, above=True),
     "gamma": Range(0, 1),
     "tau": Range(0, 1, above=True),
@@ -89,15 +90,29 @@ RANGES: dict[str, Range] = {
     "eval_every": _COUNT,
     "eval_episodes": _COUNT,
     "checkpoint_every": _COUNT,
-    # SAC
+    # SAC, REDQ, CrossQ and SUNRISE
     "alpha_init": _POSITIVE,
     "target_entropy": Range(null="for minus the number of action dimensions"),
-    # TD3
+    # TD3, REDQ and CrossQ
     "policy_delay": _COUNT,
+    # TD3 and DDPG
     "target_interval": _COUNT,
     "target_noise": _SIZE,
     "target_noise_clip": _SIZE,
     "exploration_noise": _SIZE,
+    # REDQ
+    "num_critics": _COUNT,
+    "num_target_critics": _COUNT,
+    "dropout": Range(0, 0.99),
+    # CrossQ
+    "adam_beta": Range(0, 0.999),
+    "norm_momentum": Range(0, 1, above=True),
+    "norm_warm_up": Range(0, whole=True),
+    # SUNRISE
+    "members": _COUNT,
+    "mask_share": Range(0, 1),
+    "backup_temperature": _SIZE,
+    "ucb_bonus": _SIZE,
     # The manifold's error
     "sizes": Range(2, whole=True, each=True),
     "rows": _COUNT,
@@ -116,6 +131,7 @@ CHOICES: dict[str, Sequence[bool | str | None]] = {
     "compile": (True, False, "auto"),
     "losses": ("direct", "torchrl"),
     "critic_loss": ("squared", "huber"),
+    "layer_norm": (True, False),
     "storage": ("memory", "memmap"),
     "video": (True, False),
     "collector.kind": ("local", "torchrl", "multiprocess", "ray"),

@@ -1,0 +1,129 @@
+"""The loop that trains every agent: seed, environment, agent, buffer, loop, evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from omegaconf import DictConfig
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torchrl.objectives import LossModule
+
+from nmer_recipes.blocks import Batch, as_block
+from nmer_recipes.checkpoint import Checkpoint
+from nmer_recipes.collect import make_collector
+from nmer_recipes.compiling import Results
+from nmer_recipes.envs import check_task, make_env
+from nmer_recipes.evaluate import Evaluator
+from nmer_recipes.memory import check_memory
+from nmer_recipes.optim import Adam
+from nmer_recipes.policy import save_policy
+from nmer_recipes.replay import describe, draw, make_buffer, store
+from nmer_recipes.runs import Run
+from nmer_recipes.seeding import seeds
+from nmer_recipes.video import check_video, write_video
+from nmer_torchrl.loop import report_errors
+
+# The policy without exploration, the policy with it, and what holds the weights of all networks.
+Agent: TypeAlias = tuple[TensorDictModuleBase, TensorDictModuleBase, LossModule]
+# Makes the gradient steps on a block `[K, B]` after so many steps; and the optimizers by name.
+Update: TypeAlias = tuple[Callable[[Batch, int], Results], dict[str, Adam]]
+
+
+def train(
+    cfg: DictConfig,
+    *,
+    make_agent: Callable[[DictConfig, int, int, torch.device], Agent],
+    make_update: Callable[[DictConfig, Any], Update],
+    add_entries: Callable[[DictConfig, TensorDictBase], None] | None = None,
+) -> float:
+    """Trains an agent and returns the score of the run.
+
+    Args:
+        cfg: Of the run.
+        make_agent: Makes the agent from the config, the numbers of observation entries and of
+            action dimensions, and the device.
+        make_update: Makes the agent's gradient steps from the config and its weights.
+        add_entries: Adds to a row, before it is stored, what the agent wants to find in batches.
+    """
+    check_task(cfg.env)
+    check_video(cfg)
+    # Seed: a stream each, so that a replay method changes neither the networks nor the resets.
+    torch.set_num_threads(cfg.threads)
+    device, seed = torch.device(cfg.device), seeds(cfg.seed)
+    torch.manual_seed(seed["networks"])
+
+    # Environment
+    env = make_env(cfg.env)
+    evaluate = Evaluator(cfg.env, cfg.eval_episodes, gamma=cfg.gamma, device=device)
+    observations, actions = env.observation_space.shape[0], env.action_space.shape[0]
+
+    # Agent
+    if "target_entropy" in cfg and cfg.target_entropy is None:
+        cfg.target_entropy = -float(actions)  # so that the run's config has it
+    actor, explorer, agent = make_agent(cfg, observations, actions, device)
+    update, optimizers = make_update(cfg, agent)
+
+    # Buffer
+    check_memory(cfg, observations, actions)
+    run = Run(cfg)
+    buffer = make_buffer(cfg, seed["replay"], run.directory)
+    collector = make_collector(
+        cfg,
+        env,
+        explorer,
+        lambda: make_agent(cfg, observations, actions, torch.device("cpu"))[1],
+        seed,
+    )
+
+    # Loop
+    checkpoint = Checkpoint(
+        run.directory, agent=agent, buffer=buffer, collector=collector, run=run, **optimizers
+    )
+    if run.resumed:
+        checkpoint.load()
+    clock, rows = run.clock, None
+
+    def evaluate_and_save(frame: int) -> None:
+        """Does what is due after a frame, and the evaluation that a signal has cut short."""
+        if run.due is not None:
+            with clock("evaluation"):
+                scores = evaluate(actor, agent, run.stops)
+            if scores is not None:
+                run.log(frame, collector.returns, scores, run.due)
+                save_policy(run, actor, env)
+        stopping, done = run.stops(), frame == cfg.total_frames
+        if stopping or done or frame % cfg.checkpoint_every == 0:
+            checkpoint.save(last=stopping or done)
+        if stopping:
+            run.stop()
+
+    with collector, run:
+        if run.due is not None:
+            evaluate_and_save(collector.frames)
+        for frame in range(collector.frames + 1, cfg.total_frames + 1):
+            with clock("environment"):
+                row = collector.step()
+            with clock("upkeep"):
+                if add_entries is not None:
+                    add_entries(cfg, row)
+                store(buffer, row, collector.ended)
+            due = math.floor((frame - cfg.random_frames) * cfg.replay_ratio) - run.updates
+            for rows in draw(buffer, max(due, 0), clock):
+                with clock("update"):
+                    block = as_block(rows, cfg.batch_size, device)
+                    losses, errors = update(block, run.updates)
+                    run.note(losses, len(block.reward))
+                with clock("upkeep"):
+                    report_errors(buffer, rows, errors.flatten())
+            run.count(frame)
+
+            # Evaluation
+            if frame % cfg.eval_every == 0:
+                run.due = describe(buffer, rows)
+            evaluate_and_save(frame)
+        write_video(cfg, run.directory, evaluate, actor)
+        return run.finish()
