@@ -25,13 +25,16 @@ from tensordict import TensorDict
 from nmer_recipes import checkpoint, config  # isort: skip
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-ALGORITHMS = ("sac", "td3")  # recipes that train; a new one is added here
+# Recipes that train; a new one is added here.
+ALGORITHMS = ("crossq", "ddpg", "redq", "sac", "sunrise", "td3")
+STOCK = ("ddpg", "sac", "td3")  # those that can use the losses of TorchRL
 TINY = [
     "env=InvertedPendulum",
     "total_frames=48",
     "random_frames=40",
     "replay_ratio=1",
     "hidden=[8,8]",
+    "critic_hidden=${hidden}",
     "batch_size=8",
     "eval_every=24",
     "eval_episodes=1",
