@@ -24,6 +24,7 @@ from nmer_recipes.actors import SquashedNormal, bounds, make_gaussian_actor
 from nmer_recipes.blocks import Batch
 from nmer_recipes.compiling import Results, over_blocks
 from nmer_recipes.config import run_recipe
+from nmer_recipes.errors import UsageError
 from nmer_recipes.networks import (
     DISTANCES,
     STOCK_DISTANCES,
@@ -67,10 +68,14 @@ def make_agent(
     The networks are in evaluation mode: they normalize by running statistics wherever they act.
     Gradient steps call them by `Functional`, which says itself when it trains.
     """
+    if cfg.batch_size < 2:
+        raise UsageError(
+            "batch_size=1 has no variance to normalize by; crossq.py needs at least 2 rows."
+        )
     layers = Network(cfg, observations, cfg.hidden, 2 * actions)
-    network = nn.Sequential(layers, NormalParamExtractor()).to(device).eval()
+    network = nn.Sequential(layers, NormalParamExtractor()).to(device)
     actor, explorer = make_gaussian_actor(network, actions, device)
-    critic = Network(cfg, observations + actions, cfg.critic_hidden, 1).to(device).eval()
+    critic = Network(cfg, observations + actions, cfg.critic_hidden, 1).to(device)
     loss = CrossQLoss(
         actor,
         ValueOperator(critic, in_keys=["observation", "action"]).eval(),

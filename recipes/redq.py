@@ -27,7 +27,8 @@ from nmer_recipes.actors import (
 )
 from nmer_recipes.blocks import Batch
 from nmer_recipes.compiling import Results, over_blocks
-from nmer_recipes.config import UsageError, run_recipe
+from nmer_recipes.config import run_recipe
+from nmer_recipes.errors import UsageError
 from nmer_recipes.networks import (
     DISTANCES,
     STOCK_DISTANCES,

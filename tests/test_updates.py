@@ -9,7 +9,7 @@ import torch
 import torch._inductor.config
 import torchrl.objectives
 from pretend_cuda import pretend_cuda
-from recipe_helpers import ALGORITHMS, make_batch, make_config
+from recipe_helpers import ALGORITHMS, STOCK, make_batch, make_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,14 +24,19 @@ ROWS, OBSERVATIONS, ACTIONS = 16, 4, 2
 def make_agent(algorithm, *overrides, device=CPU):
     """An agent, its config and its module; the same each time."""
     recipe = importlib.import_module(algorithm)
-    cfg = make_config(algorithm, "hidden=[8,8]", f"batch_size={ROWS}", *overrides)
+    small = ["hidden=[8,8]", "critic_hidden=${hidden}", f"batch_size={ROWS}"]
+    cfg = make_config(algorithm, *small, *overrides)
     torch.manual_seed(0)
+    if "target_entropy" in cfg:
+        cfg.target_entropy = -ACTIONS
     return recipe.make_agent(cfg, OBSERVATIONS, ACTIONS, device)[-1], cfg, recipe
 
 
 def make_blocks(*sizes, seed=0, device=CPU):
     torch.manual_seed(seed)
     rows = [make_batch(n * ROWS, OBSERVATIONS, ACTIONS) for n in sizes]
+    for batch in rows:
+        batch["mask"] = torch.rand(len(batch), 5) < 0.5  # of SUNRISE's members
     return [as_block(batch, ROWS, device) for batch in rows]
 
 
@@ -41,7 +46,7 @@ def state_of(agent, optimizers):
     return [*agent.parameters(), *agent.buffers(), *moments]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", STOCK)
 def test_losses_and_targets_are_those_of_torchrl_and_errors_are_averaged(algorithm):
     batch = make_batch(32, OBSERVATIONS, ACTIONS)
     batch["priority_weight"] = torch.rand(32)
@@ -61,7 +66,8 @@ def test_losses_and_targets_are_those_of_torchrl_and_errors_are_averaged(algorit
         if algorithm == "sac":
             values, errors = losses(weights, block, noise)
         else:
-            value, errors = losses[0](weights, block, None if stock else noise[0])
+            given = () if algorithm == "ddpg" else (None if stock else noise[0],)
+            value, errors = losses[0](weights, block, *given)
             values = {"value": value, "policy": losses[1](weights, block)}
         learned = [value for value in values.values() if value.requires_grad]
         sum(learned).backward()
@@ -69,9 +75,9 @@ def test_losses_and_targets_are_those_of_torchrl_and_errors_are_averaged(algorit
         assert any(gradient is not None for gradient in gradients.values())
         found[stock] = (values, gradients, dict(agent.named_buffers()))
         found[stock, "errors"] = errors
-    assert len(learned) == (2 if algorithm == "td3" else 3)
+    assert len(learned) == (3 if algorithm == "sac" else 2)
     torch.testing.assert_close(found[True], found[False])
-    if algorithm == "td3":
+    if algorithm != "sac":
         torch.testing.assert_close(found[True, "errors"], found[False, "errors"])
     else:  # TorchRL has the larger of both
         assert (found[False, "errors"] <= found[True, "errors"]).all()
@@ -79,7 +85,7 @@ def test_losses_and_targets_are_those_of_torchrl_and_errors_are_averaged(algorit
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "distance"), [(each, "squared") for each in ALGORITHMS] + [("sac", "huber")]
+    ("algorithm", "distance"), [(each, "squared") for each in STOCK] + [("sac", "huber")]
 )
 def test_a_step_by_the_losses_of_torchrl_is_the_same(algorithm, distance, monkeypatch):
     as_rows = Batch.as_rows
@@ -118,35 +124,45 @@ def test_the_policy_of_sac_is_the_tanh_of_a_gaussian():
     assert torch.equal(found[0][-1], found[1][-1])
 
 
+def layers_of(network):
+    """The layers of a network and where each stands: its `nn.Sequential` and its number there."""
+    for number, layer in enumerate(network):
+        if isinstance(layer, torch.nn.Sequential):
+            yield from layers_of(layer)
+        else:
+            yield network, number, layer
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_learning_calls_the_networks_that_act(algorithm):
     agent, cfg, _ = make_agent(algorithm)
-    torchrl.objectives.SoftUpdate(agent, tau=cfg.tau)
-    actor = agent.actor_network if algorithm == "td3" else agent.actor_network[0]
-    seen = torch.randn(5, OBSERVATIONS)
-    inner = actor.module[0][1]
-    assert isinstance(inner, torch.nn.ReLU)
-    actor.module[0][1] = torch.nn.SiLU()  # chosen once, where the network is made
-    weights = networks.find_weights(agent).actor
-    with agent.actor_network_params.to_module(agent.actor_network):
+    torchrl.objectives.SoftUpdate(agent, tau=cfg.get("tau", 1)) if algorithm != "crossq" else None
+    actor = agent.actor_network
+    actor = actor if algorithm in ("ddpg", "sunrise", "td3") else actor[0]
+    where = [found for found in layers_of(actor.module) if isinstance(found[2], torch.nn.ReLU)]
+    assert len(where) == 2
+    where[0][0][where[0][1]] = torch.nn.SiLU()  # chosen once, where the network is made
+    seen, weights = torch.randn(5, OBSERVATIONS), networks.find_weights(agent)
+    parameters, own = agent.actor_network_params, weights.actor
+    if algorithm == "sunrise":
+        parameters, own = parameters[3], [weight[3] for weight in own]
+    with parameters.to_module(agent.actor_network):
         acts = actor.module(seen)
-    torch.testing.assert_close(networks.Functional(actor.module)(weights, seen), acts)
+    called = networks.Functional(actor.module)(own, seen, weights.actor_statistics)
+    torch.testing.assert_close(called, acts)
 
 
-def test_targets_bootstrap_except_at_terminations():
-    for algorithm in ALGORITHMS:
-        agent, cfg, recipe = make_agent(algorithm)
-        torchrl.objectives.SoftUpdate(agent, tau=cfg.tau)
-        (block,) = make_blocks(1)
-        (batch,) = block.unbind()
-        assert batch.terminated.any()
-        assert not batch.terminated.all()
-        weights, noise = networks.find_weights(agent), torch.zeros(2, ROWS, ACTIONS)
-        losses, noise = recipe.make_losses(cfg, agent), noise if algorithm == "sac" else noise[0]
-        losses = losses if algorithm == "sac" else losses[0]
-        other = weights._replace(target_critics=[w + 1 for w in weights.target_critics])
-        errors = [losses(these, batch, noise)[1] for these in (weights, other)]
-        assert torch.equal(errors[0] == errors[1], batch.terminated)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_targets_bootstrap_except_at_terminations(algorithm):
+    (block,), errors = make_blocks(1), []
+    assert block.terminated.any()
+    assert not block.terminated.all()
+    for gamma in (0, 0.99):
+        agent, cfg, recipe = make_agent(algorithm, f"gamma={gamma}")
+        update, _ = recipe.make_update(cfg, agent)
+        torch.manual_seed(1)
+        errors.append(update(block, 0)[1])
+    assert torch.equal(errors[0] == errors[1], block.terminated)
 
 
 @pytest.mark.parametrize(("delay", "interval", "l2", "limit"), [(2, 1, 0, "null"), (3, 2, 0.1, 1)])
@@ -215,13 +231,19 @@ def test_gradients_of_sac_are_clipped_for_each_network_on_its_own():
 @pytest.mark.xdist_group("recipes_td3")
 @pytest.mark.filterwarnings("ignore:torch._dynamo.config:FutureWarning")  # tensordict reads it
 @pytest.mark.parametrize(
-    ("algorithm", "steps"),
-    [("td3", 4), ("sac", 2)],  # two rounds of a loop, whose body is two steps or one
+    ("algorithm", "steps", "options"),
+    [  # two rounds of a loop, whose body is two steps or one
+        ("td3", 4, ()),
+        ("sac", 2, ()),
+        ("crossq", 2, ("policy_delay=1",)),  # with running statistics
+        ("redq", 2, ("policy_delay=1", "num_critics=2", "dropout=0.3", "layer_norm=true")),
+    ],
 )
-def test_a_compiled_block_gives_the_numbers_of_its_steps(algorithm, steps, monkeypatch):
+def test_a_compiled_block_gives_the_numbers_of_its_steps(algorithm, steps, options, monkeypatch):
     states = {}
     for compiled in (True, False):
-        agent, cfg, recipe = make_agent(algorithm, "grad_clip=1", "actor_l2=0.1", "hidden=[8]")
+        small = ["grad_clip=1", "actor_l2=0.1", "hidden=[8]", *options]
+        agent, cfg, recipe = make_agent(algorithm, *small)
         if compiled:
             # Traced as a whole, gradients and all; the test after this one generates code, too.
             compiler = functools.partial(torch.compile, backend="aot_eager")
@@ -230,6 +252,7 @@ def test_a_compiled_block_gives_the_numbers_of_its_steps(algorithm, steps, monke
         update, optimizers = recipe.make_update(cfg, agent)
         monkeypatch.undo()
         (block,) = make_blocks(steps)
+        torch.manual_seed(1)
         states[compiled] = (update(block, 0), state_of(agent, optimizers))
     torch.testing.assert_close(states[True], states[False], rtol=1e-4, atol=1e-6)
 
@@ -332,7 +355,8 @@ def test_a_recorded_update_gives_the_numbers_of_the_loop(algorithm, monkeypatch)
 
     states, recordings = {}, []
     for recorded in (True, False):
-        agent, cfg, recipe = make_agent(algorithm, "grad_clip=1", "actor_l2=0.1")
+        turns = ["policy_delay=3"] if algorithm == "redq" else []
+        agent, cfg, recipe = make_agent(algorithm, "grad_clip=1", "actor_l2=0.1", *turns)
         if recorded:
             monkeypatch.setattr(compiling, "maybe_capture", lambda _, update: Captured(update))
         update, optimizers = recipe.make_update(cfg, agent)

@@ -27,7 +27,7 @@ copy() { # the small files of complete runs, which are what is kept with the pro
 
 mkdir -p runs/study
 copy docs/results runs/study # so that no run is made twice
-case ${1:?rivals, suite, ratio20, walkers, sac, main, pendulum, baseline, baseline5, pairings or keep} in
+case ${1:?rivals, suite, ratio20, walkers, sac, crossq, droq, sac_norm, learn, main, pendulum, baseline, baseline5, pairings or keep} in
 rivals)
     sweep recipes/td3.py rivals seed='range(5)' env=HalfCheetah replay=uniform,nmer,ct,1nn,mixup \
         total_frames=30000 random_frames=5000 replay_ratio=5
@@ -52,6 +52,32 @@ sac)
         total_frames=30000 random_frames=5000 replay_ratio=5
     sweep recipes/sac.py sac seed='range(4)' env=Walker2d replay=uniform,nmer \
         total_frames=60000 random_frames=5000 replay_ratio=5
+    ;;
+# Other agents, each with the settings of its paper
+crossq)
+    sweep recipes/crossq.py crossq seed='range(4)' env=HalfCheetah,Walker2d replay=uniform,nmer \
+        total_frames=50000 'critic_hidden=[256,256]'
+    ;;
+droq)
+    sweep recipes/redq.py droq seed='range(3)' env=HalfCheetah replay=uniform,nmer \
+        total_frames=20000 num_critics=2 dropout=0.01 layer_norm=true
+    ;;
+sac_norm)
+    sweep recipes/sac.py sac_norm seed='range(3)' env=HalfCheetah replay=uniform,nmer \
+        total_frames=20000 random_frames=5000 replay_ratio=20 layer_norm=true
+    ;;
+learn) # whether each agent learns at all: one seed, no comparison
+    sweep recipes/ddpg.py learn env=InvertedPendulum,HalfCheetah replay=uniform \
+        total_frames=30000 random_frames=5000
+    sweep recipes/crossq.py learn env=InvertedPendulum replay=uniform \
+        total_frames=8000 random_frames=1500 'critic_hidden=[256,256]'
+    sweep recipes/redq.py learn env=InvertedPendulum replay=uniform \
+        total_frames=8000 random_frames=1500 replay_ratio=1
+    sweep recipes/redq.py learn env=InvertedPendulum replay=uniform \
+        total_frames=8000 random_frames=1500 replay_ratio=1 num_critics=2 dropout=0.01 layer_norm=true
+    sweep recipes/sunrise.py learn env=InvertedPendulum replay=uniform total_frames=8000
+    sweep recipes/sunrise.py learn env=HalfCheetah replay=uniform total_frames=30000
+    sweep recipes/redq.py learn env=HalfCheetah replay=uniform total_frames=10000
     ;;
 # The first study
 main)

@@ -107,4 +107,4 @@ def make_gaussian_actor(
     explorer = TensorDictModule(
         nn.Sequential(network, Explore()), in_keys=["observation"], out_keys=["action"]
     )
-    return actor, explorer
+    return actor.eval(), explorer.eval()

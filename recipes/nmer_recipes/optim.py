@@ -43,7 +43,8 @@ def clip_each(gradients: list[Tensor], limit: float | None) -> list[Tensor]:
     """Returns the gradients `[n, ...]` of n stacked networks, each network clipped by itself."""
     if limit is None:
         return gradients
-    norms = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients]).sum(0)
+    flat = [gradient.reshape(len(gradient), -1) for gradient in gradients]
+    norms = torch.stack([gradient.square().sum(1) for gradient in flat]).sum(0)
     scales = (limit / (norms.sqrt() + 1e-6)).clamp(max=1.0)
     return [gradient * scales.view(-1, *[1] * (gradient.ndim - 1)) for gradient in gradients]
 
