@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from recipe_helpers import make_config, train
+from recipe_helpers import make_config, train, train_and_kill
 from tensordict import TensorDict
 from tensordict.nn import NormalParamExtractor
 from test_updates import ACTIONS, CPU, OBSERVATIONS, ROWS, make_agent, make_blocks
@@ -385,3 +385,18 @@ def test_rows_of_sunrise_carry_their_masks_through_every_replay(tmp_path):
         assert rows["mask"].shape == (48, 3)
         assert rows["mask"].any(1).all()
         assert not rows["mask"].all()
+
+
+DROQ = ("num_critics=2", "dropout=0.2", "layer_norm=true")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [("crossq", ()), ("ddpg", ()), ("redq", ()), ("redq", DROQ), ("sunrise", ())],
+)
+def test_a_killed_run_goes_on_number_for_number(algorithm, options, tmp_path):
+    options = [*options, "replay=per_nmer", "random_frames=20", "device=cpu"]
+    whole = train(algorithm, tmp_path / "whole", *options)
+    assert all(math.isfinite(float(row["train/loss_qvalue"])) for row in whole)
+    train_and_kill(algorithm, tmp_path / "killed", *options)
+    assert train(algorithm, tmp_path / "killed", *options, "resume=auto") == whole

@@ -421,10 +421,13 @@ def test_continuous_transition_learns_its_alpha_where_it_is_asked_to():
     assert (np.diff(alphas) < 0).all()  # each batch is a step
 
 
-@pytest.mark.parametrize(("ratio", "advised"), [(20, True), (1, False)])
-def test_a_long_run_is_told_what_would_shorten_it(ratio, advised, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("recipe", "ratio", "advised"),
+    [("td3", 20, ["replay_ratio=1"]), ("td3", 1, []), ("crossq", 1, ["critic_hidden=[256,256]"])],
+)
+def test_a_long_run_is_told_what_would_shorten_it(recipe, ratio, advised, tmp_path, capsys):
     options = [f"replay_ratio={ratio}", "logger=none", f"run_dir={tmp_path / 'run'}"]
-    with Run(make_config("td3", *options)) as run:
+    with Run(make_config(recipe, *options)) as run:
         run.note({}, 1)
         run.count(1)
         since, first = run._first_update
@@ -433,7 +436,8 @@ def test_a_long_run_is_told_what_would_shorten_it(ratio, advised, tmp_path, caps
         run.count(2)
     told = capsys.readouterr().err
     assert "to go on this machine" in told
-    assert ("replay_ratio=1" in told) == advised
+    for advice in ("replay_ratio=1", "critic_hidden=[256,256]"):
+        assert (advice in told) == (advice in advised)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ COLUMNS = (
     "time/share_evaluation",
 )
 _LONG = 600.0  # seconds from which on a run is told to be long
+_WIDE = 1_000  # units of a critic's layer that take most of the time
 _FIRST = 300  # updates from which its length is told
 
 
@@ -240,6 +241,8 @@ class Run:
         seconds = frames_left * self.cfg.replay_ratio / rate
         if seconds >= _LONG:
             fewer = "replay_ratio=1, " if self.cfg.replay_ratio > 1 else ""
+            if max(self.cfg.get("critic_hidden") or [0]) > _WIDE:
+                fewer += "critic_hidden=[256,256], "
             self.bar.write(
                 f"About {duration(seconds)} to go on this machine: {frames_left:,} frames with "
                 f"{self.cfg.replay_ratio} updates each at {rate:.0f} updates/s. To shorten it: "
