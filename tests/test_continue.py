@@ -130,3 +130,16 @@ def test_directories_of_a_sweep_are_short_and_apart():
         assert "/" not in name
     assert names[0].startswith("td3-Arm-nmer-seed0,env.id=ALE-Arm-v5-")
     assert names[1] == texts[1]
+
+
+def test_a_run_from_before_a_setting_goes_on_and_keeps_to_what_it_was(tmp_path):
+    train_and_kill("td3", tmp_path / "run")
+    file = tmp_path / "run" / "config.yaml"
+    cfg = yaml.safe_load(file.read_text())
+    assert (cfg.pop("layer_norm"), cfg.pop("critic_hidden")) == (False, [8, 8])
+    file.write_text(yaml.safe_dump(cfg))
+    for given in ("layer_norm=true", "critic_hidden=[9,9]"):
+        with pytest.raises(SystemExit, match=f"another config: it was made with {given[:6]}"):
+            start("td3", "resume=run", given, cwd=tmp_path)
+    start("td3", "resume=run", cwd=tmp_path)
+    assert without_times(metrics(tmp_path / "run")) == train("td3", tmp_path / "whole")

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,7 @@ from nmer_recipes.files import CHECKPOINT, resume_word, write_text
 FREE = {"resume", "run_dir", "checkpoint_every", "video", "logger"}
 FREE |= {"threads", "compile", "losses", "device", "storage_device", "storage", "collector"}
 FREE |= {"replay.search"}  # other ways to the same neighbours
-# Settings that runs of earlier versions do not name, with the values that they had.
-ADDED = {
+_ADDED = {
     "critic_loss": "squared",
     "env": {"count": 1, "kwargs": {}, "wrappers": None, "max_steps": None},
 }
@@ -31,6 +31,13 @@ _DECIDED = {"target_entropy"}  # null until a run has looked at its task
 _LONGEST_GROUP = 128  # characters that W&B takes
 _LONGEST_NAME = 200  # bytes; most file systems take 255
 _CUT_NAME = 120  # bytes of a longer one that are kept
+
+
+def find_added(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that runs of earlier versions do not name, with the values they had."""
+    if config.get("algorithm") not in ("sac", "td3"):  # which were there before others
+        return _ADDED
+    return _ADDED | {"layer_norm": False, "critic_hidden": config.get("hidden")}
 
 
 def place_in_sweep(cfg: DictConfig, folder: str, overrides: str) -> bool:
@@ -226,7 +233,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(loaded, DictConfig):
         raise UsageError(f"{directory / 'config.yaml'} is not the config of a run.")
-    whole = OmegaConf.to_container(OmegaConf.merge(ADDED, loaded))
+    whole = OmegaConf.to_container(OmegaConf.merge(find_added(loaded), loaded))
     assert isinstance(whole, dict)
     return {str(name): value for name, value in whole.items()}
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nmer_recipes.directories import ADDED, FREE, flatten
+from nmer_recipes.directories import FREE, find_added, flatten
 from nmer_recipes.scores import WINDOW
 
 Tell = Callable[[str], None]
@@ -155,7 +155,7 @@ def make_run(source: str, config: Any, rows: Iterable[Mapping[str, Any]]) -> Run
     flat = flatten(config)
     groups = {name.rpartition(".")[0] for name in flat}
     flat = {name: flat[name] for name in flat.keys() - groups}  # without a sweep's `replay: nmer`
-    flat = flatten(ADDED) | _up_to_date(flat)
+    flat = flatten(find_added(flat)) | _up_to_date(flat)
     if missing := [name for name in _NEEDED if flat.get(name) is None]:
         raise BadRunError(f"its config has no {', '.join(missing)}")
     task = _name_task(flat)
