@@ -1,53 +1,105 @@
-"""Updates per second of the recipes beside a plain PyTorch loop and Stable-Baselines3.
+"""Updates per second of the recipes beside plain PyTorch loops and Stable-Baselines3.
 
     pip install stable-baselines3
-    python recipes/benchmarks/loops.py               # TD3 and SAC at replay ratios 1 and 20
-    python recipes/benchmarks/loops.py --algorithms sac --ratios 1
+    python recipes/benchmarks/loops.py                          # every agent
+    python recipes/benchmarks/loops.py --algorithms sac redq --ratios 1
+    python recipes/benchmarks/loops.py --updates 100 --rounds 1  # whether all of it runs
 
 Uniform replay on HalfCheetah-v5 with equal networks, batches and replay ratios, one thread. Each
 loop runs in a process of its own, in turns, and is timed over whole frames after some for warming
-up: environment, storing, sampling and updates count, evaluation does not.
+up: environment, storing, sampling and updates count, evaluation does not. Stable-Baselines3 has
+TD3, SAC and DDPG alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
+import plain
 import torch
 from measure import write_table
-from plain import SAC, TD3
 from tqdm import tqdm
 
 RECIPES = Path(__file__).parents[1]
-BATCH = {"td3": 100, "sac": 256}
-HIDDEN = {"td3": (400, 300), "sac": (256, 256)}
 LOOPS = ("plain", "stable-baselines3", "recipe", "recipe, compiled")
-UPDATES = 1_500  # that are timed
-WARM_UP = 200
 
 
-def time_plain(algorithm: str, ratio: int) -> float:
-    """Seconds for each update of a hand-written loop with a ring of NumPy arrays."""
-    env = gymnasium.wrappers.RescaleAction(gymnasium.make("HalfCheetah-v5"), -1.0, 1.0)
-    agent = (TD3 if algorithm == "td3" else SAC)(17, 6, HIDDEN[algorithm])
-    frames, warm_up = UPDATES // ratio, WARM_UP // ratio
+class Setup(NamedTuple):
+    """How an agent is timed.
+
+    Args:
+        name: In the table.
+        make: Makes the plain agent, given the numbers of observation entries and of action
+            dimensions, and the units of its layers.
+        ratios: Replay ratios by default.
+        batch: Rows of a batch.
+        hidden: Units of the layers.
+        updates: That are timed.
+        recipe: The recipe's file, if it is not named after the agent.
+        options: What else the recipe needs to be told to be the same as the plain agent.
+        stable: The name of the agent in Stable-Baselines3, if it is there.
+    """
+
+    name: str
+    make: Callable[[int, int, tuple[int, ...]], Any]
+    ratios: tuple[int, ...]
+    batch: int = 256
+    hidden: tuple[int, ...] = (256, 256)
+    updates: int = 1_500
+    recipe: str | None = None
+    options: Mapping[str, Any] = {}
+    stable: str | None = None
+
+
+_WIDE: dict[str, Any] = {"batch": 100, "hidden": (400, 300)}
+_DROQ = {"num_critics": 2, "dropout": 0.01, "layer_norm": True, "policy_delay": 20}
+AGENTS = {
+    # Its targets move with its actor, as those of others do.
+    "td3": Setup("TD3", plain.TD3, (1, 20), **_WIDE, options={"target_interval": 2}, stable="TD3"),
+    "sac": Setup("SAC", plain.SAC, (1, 20), stable="SAC"),
+    "ddpg": Setup("DDPG", plain.DDPG, (1,), **_WIDE, stable="DDPG"),
+    "redq": Setup("REDQ", plain.REDQ, (20,), updates=500, options={"policy_delay": 20}),
+    "droq": Setup("DroQ", plain.DroQ, (20,), recipe="redq", options=_DROQ),
+    "crossq": Setup("CrossQ, critics of 256 units", plain.CrossQ, (1,)),
+    "sunrise": Setup("SUNRISE", plain.SUNRISE, (1,), updates=300),
+}
+
+
+def count_frames(updates: int, ratio: int) -> tuple[int, int]:
+    """Returns how many frames are timed, and how many with updates go before them."""
+    frames = max(2, updates // ratio)
+    return frames, min(math.ceil(200 / ratio), frames - 1)
+
+
+def time_plain(algorithm: str, ratio: int, updates: int) -> float:
+    """Returns the seconds for each update of a hand-written loop with a ring of NumPy arrays."""
+    setup, (frames, warm_up) = AGENTS[algorithm], count_frames(updates, ratio)
+    bounds = np.float32(-1.0), np.float32(1.0)
+    env = gymnasium.wrappers.RescaleAction(gymnasium.make("HalfCheetah-v5"), *bounds)
+    agent = setup.make(17, 6, setup.hidden)
     keys = ("observation", "action", ("next", "observation"), ("next", "reward"))
     ring: dict[Any, np.ndarray] = {
         key: np.empty((2 * frames, width), np.float32)
         for key, width in zip(keys, (17, 6, 17, 1), strict=True)
     }
     ring["next", "terminated"] = np.empty((2 * frames, 1), bool)
+    masks: dict[Any, np.ndarray] = {}
+    if algorithm == "sunrise":  # which members learn from a row; one at least does
+        drawn = np.random.rand(2 * frames, len(agent.members))
+        masks["mask"] = (drawn < 0.5) | (drawn == drawn.min(1, keepdims=True))
     observation, begin = env.reset(seed=0)[0], 0.0
     for frame in range(2 * frames):
         if frame == frames:
@@ -60,17 +112,18 @@ def time_plain(algorithm: str, ratio: int) -> float:
             array[frame] = value
         observation = env.reset()[0] if terminated or truncated else after
         for _ in range(0 if explore else ratio):
-            index = np.random.randint(frame + 1, size=BATCH[algorithm])
-            agent.update({key: torch.from_numpy(array[index]) for key, array in ring.items()})
+            index = np.random.randint(frame + 1, size=setup.batch)
+            entries = (ring | masks).items()
+            agent.update({key: torch.from_numpy(array[index]) for key, array in entries})
     return (time.perf_counter() - begin) / (frames * ratio)
 
 
-def time_stable_baselines(algorithm: str, ratio: int) -> float:
-    """Seconds for each update of Stable-Baselines3."""
+def time_stable_baselines(algorithm: str, ratio: int, updates: int) -> float:
+    """Returns the seconds for each update of Stable-Baselines3."""
     import stable_baselines3
     from stable_baselines3.common.callbacks import BaseCallback
 
-    frames, warm_up = UPDATES // ratio, WARM_UP // ratio
+    setup, (frames, warm_up) = AGENTS[algorithm], count_frames(updates, ratio)
     times: dict[int, float] = {}
 
     class Watch(BaseCallback):
@@ -78,25 +131,25 @@ def time_stable_baselines(algorithm: str, ratio: int) -> float:
             times[self.num_timesteps] = time.perf_counter()
             return True
 
-    make = stable_baselines3.TD3 if algorithm == "td3" else stable_baselines3.SAC
-    model = make(
+    assert setup.stable is not None
+    model = getattr(stable_baselines3, setup.stable)(
         "MlpPolicy",
         gymnasium.make("HalfCheetah-v5"),
         buffer_size=2 * frames,
         learning_starts=frames - warm_up,
-        batch_size=BATCH[algorithm],
+        batch_size=setup.batch,
         train_freq=1,
         gradient_steps=ratio,
-        policy_kwargs={"net_arch": list(HIDDEN[algorithm])},
+        policy_kwargs={"net_arch": list(setup.hidden)},
         device="cpu",
     )
     model.learn(2 * frames + 1, callback=Watch())
     return (times[2 * frames + 1] - times[frames + 1]) / (frames * ratio)
 
 
-def time_recipe(algorithm: str, ratio: int, *, compiled: bool) -> float:
-    """Seconds for each update of a recipe, as its own metrics tell."""
-    frames, warm_up = UPDATES // ratio, WARM_UP // ratio
+def time_recipe(algorithm: str, ratio: int, updates: int, *, compiled: bool) -> float:
+    """Returns the seconds for each update of a recipe, as its own metrics tell."""
+    setup, (frames, warm_up) = AGENTS[algorithm], count_frames(updates, ratio)
     with tempfile.TemporaryDirectory() as folder:
         options = {
             "env": "HalfCheetah",
@@ -112,11 +165,13 @@ def time_recipe(algorithm: str, ratio: int, *, compiled: bool) -> float:
             "grad_clip": "null",
             "compile": compiled,
             "device": "cpu",
+            "batch_size": setup.batch,
+            "hidden": list(setup.hidden),
+            "critic_hidden": list(setup.hidden),
             "run_dir": f"{folder}/run",
+            **setup.options,
         }
-        if algorithm == "td3":
-            options["target_interval"] = 2  # with the actor, as the others do
-        command = [sys.executable, f"{RECIPES}/{algorithm}.py"]
+        command = [sys.executable, f"{RECIPES}/{setup.recipe or algorithm}.py"]
         subprocess.run(
             command + [f"{name}={value}" for name, value in options.items()],
             check=True,
@@ -128,60 +183,74 @@ def time_recipe(algorithm: str, ratio: int, *, compiled: bool) -> float:
     return busy / float(row["time/updates_per_second"])
 
 
-def time_loop(loop: str, algorithm: str, ratio: int) -> float:
-    """Seconds for each update of one of `LOOPS`, in this process."""
+def time_loop(loop: str, algorithm: str, ratio: int, updates: int | None = None) -> float:
+    """Returns the seconds for each update of one of `LOOPS`, in this process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    updates = updates or AGENTS[algorithm].updates
     if loop == "plain":
-        return time_plain(algorithm, ratio)
+        return time_plain(algorithm, ratio, updates)
     if loop == "stable-baselines3":
-        return time_stable_baselines(algorithm, ratio)
-    return time_recipe(algorithm, ratio, compiled=loop == "recipe, compiled")
+        return time_stable_baselines(algorithm, ratio, updates)
+    return time_recipe(algorithm, ratio, updates, compiled=loop == "recipe, compiled")
 
 
-def main() -> None:
+def has_loop(loop: str, algorithm: str) -> bool:
+    """Returns whether an agent has such a loop."""
+    return loop != "stable-baselines3" or AGENTS[algorithm].stable is not None
+
+
+def make_row(algorithm: str, ratio: int, seconds: Mapping[str, float]) -> dict[str, Any]:
+    """Returns a row of the table from the seconds of each loop; a loop that is missing is empty."""
+    row: dict[str, Any] = {"algorithm": AGENTS[algorithm].name, "replay ratio": ratio}
+    row |= {f"{loop}, updates/s": 1 / seconds[loop] if loop in seconds else "" for loop in LOOPS}
+    for loop in LOOPS[2:]:
+        for other, name in zip(LOOPS, ("plain", "SB3"), strict=False):
+            row[f"{loop} / {name}"] = seconds[loop] / seconds[other] if other in seconds else ""
+    return row
+
+
+def main(arguments: list[str] | None = None) -> None:
     """Runs the loops in turns and writes a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--algorithms", nargs="+", choices=BATCH, default=list(BATCH))
-    parser.add_argument("--ratios", type=int, nargs="+", default=[1, 20])
+    parser.add_argument("--algorithms", nargs="+", choices=AGENTS, default=list(AGENTS))
+    parser.add_argument("--ratios", type=int, nargs="+", help="by default each agent has its own")
+    parser.add_argument("--updates", type=int, help="that are timed; by default 300 to 1,500")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.one:
         loop, algorithm, ratio = args.one
-        print(time_loop(loop, algorithm, int(ratio)))
+        print(time_loop(loop, algorithm, int(ratio), args.updates))
         return
     args.out.mkdir(parents=True, exist_ok=True)
-    tasks = [(a, r) for a in args.algorithms for r in args.ratios]
-    times: dict[tuple[str, int, str], list[float]] = {}
-    bar = tqdm(total=args.rounds * len(tasks) * len(LOOPS), unit="loop")
+    tasks = [(a, r) for a in args.algorithms for r in args.ratios or AGENTS[a].ratios]
+    turns = [(*task, loop) for task in tasks for loop in LOOPS if has_loop(loop, task[0])]
+    times: dict[tuple[str, int, str], list[float]] = {turn: [] for turn in turns}
+    more = ["--updates", str(args.updates)] if args.updates else []
+    bar = tqdm(total=args.rounds * len(turns), unit="loop")
     for _ in range(args.rounds):
-        for algorithm, ratio in tasks:
-            for loop in LOOPS:
-                command = [sys.executable, __file__, "--one", loop, algorithm, str(ratio)]
-                done = subprocess.run(
-                    command,
-                    check=True,
-                    capture_output=True,
-                    text=True,
-                    env=os.environ | {"OMP_NUM_THREADS": "1"},
-                )
-                seconds = float(done.stdout.split()[-1])
-                times.setdefault((algorithm, ratio, loop), []).append(seconds)
-                bar.update()
+        for algorithm, ratio, loop in turns:
+            command = [sys.executable, __file__, "--one", loop, algorithm, str(ratio), *more]
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+            if done.returncode:
+                raise SystemExit(f"{loop} of {algorithm} failed:\n{done.stderr}")
+            times[algorithm, ratio, loop].append(float(done.stdout.split()[-1]))
+            bar.update()
     bar.close()
     results = []
-    for algorithm, ratio in tasks:
-        medians = {loop: statistics.median(times[algorithm, ratio, loop]) for loop in LOOPS}
-        row: dict[str, Any] = {"algorithm": algorithm.upper(), "replay ratio": ratio}
-        row |= {f"{loop}, updates/s": 1 / seconds for loop, seconds in medians.items()}
-        for loop in LOOPS[2:]:
-            row[f"{loop} / plain"] = medians[loop] / medians["plain"]
-            row[f"{loop} / SB3"] = medians[loop] / medians["stable-baselines3"]
-        results.append(row)
+    for task in tasks:
+        found = {loop: times.get((*task, loop)) for loop in LOOPS}
+        medians = {loop: statistics.median(each) for loop, each in found.items() if each}
+        results.append(make_row(*task, medians))
     write_table(results, args.out / "loops.csv")
 
 
