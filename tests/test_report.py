@@ -19,13 +19,23 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from recipe_helpers import RECIPES, make_config
+from recipe_helpers import RECIPES, make_config, train
 from rliable import library, metrics
 
 import report  # isort: skip
 from nmer_recipes import paper  # isort: skip
 from nmer_recipes.runs import Run  # isort: skip
-from nmer_recipes.reporting import cells, estimates, figures, latex, notices, read, tables, text  # isort: skip
+from nmer_recipes.reporting import (
+    agents,
+    cells,
+    estimates,
+    figures,
+    latex,
+    notices,
+    read,
+    tables,
+    text,
+)  # isort: skip
 
 REPS = ["--reps", "20"]
 
@@ -473,6 +483,148 @@ def test_a_learned_alpha_is_a_method_of_its_own():
     run = make_run(replay__kind="ct", replay__tuned=True)
     assert run.method == "tuned_ct"
     assert paper.result("td3", "Hopper", run.method) is None
+
+
+# Agents
+
+
+DROQ = {"algorithm": "redq", "num_critics": 2, "dropout": 0.01, "layer_norm": True}
+REDQ = {"algorithm": "redq", "num_critics": 10, "dropout": 0.0, "layer_norm": False}
+CROSSQ = {"algorithm": "crossq", "hidden": [256, 256], "critic_hidden": [2048, 2048]}
+SAC = {"algorithm": "sac", "hidden": [256, 256], "critic_hidden": [256, 256], "layer_norm": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "name"),
+    [
+        (SAC, "sac", "SAC"),
+        ({"algorithm": "sac"}, "sac", "SAC"),  # as in configs of earlier versions
+        (SAC | {"layer_norm": True}, "sac-layer-norm", "SAC + layer norm"),
+        (SAC | {"critic_hidden": [512]}, "sac-critics-512", "SAC, critics 512"),
+        ({"algorithm": "td3", "layer_norm": True}, "td3-layer-norm", "TD3 + layer norm"),
+        ({"algorithm": "ddpg"}, "ddpg", "DDPG"),
+        (REDQ, "redq", "REDQ"),
+        (REDQ | {"num_critics": 5.0}, "redq-num_critics-5", "REDQ, num_critics=5"),
+        (REDQ | {"layer_norm": True}, "redq-layer-norm", "REDQ + layer norm"),
+        (REDQ | {"dropout": 0.01}, "redq-dropout-0.01", "REDQ, dropout=0.01"),
+        (DROQ, "droq", "DroQ"),
+        (DROQ | {"layer_norm": False}, "droq-no-layer-norm", "DroQ without layer norm"),
+        (DROQ | {"dropout": 0.1}, "droq-dropout-0.1", "DroQ, dropout=0.1"),
+        (
+            DROQ | {"dropout": 0.0},
+            "redq-layer-norm-num_critics-2",
+            "REDQ + layer norm, num_critics=2",
+        ),
+        (CROSSQ, "crossq", "CrossQ"),
+        (
+            CROSSQ | {"critic_hidden": [256, 256]},
+            "crossq-critics-256-256",
+            "CrossQ, critics 256-256",
+        ),
+        ({"algorithm": "sunrise"}, "sunrise", "SUNRISE"),
+        ({"algorithm": "../my agent"}, "..-my-agent", "../MY AGENT"),
+    ],
+)
+def test_an_agent_is_named_by_its_recipe_and_its_critics(config, key, name):
+    assert agents.find_agent(config) == agents.Agent(key, name)
+
+
+@pytest.mark.parametrize("algorithm", ["crossq", "ddpg", "redq", "sac", "sunrise", "td3"])
+def test_the_config_of_a_recipe_is_the_agent_of_its_name(algorithm):
+    config = OmegaConf.to_container(make_config(algorithm), resolve=True)
+    assert agents.find_agent(config).key == algorithm
+
+
+def test_the_droq_of_the_recipe_is_droq():
+    made = make_config("redq", "num_critics=2", "dropout=0.01", "layer_norm=true")
+    assert agents.find_agent(OmegaConf.to_container(made, resolve=True)).name == "DroQ"
+
+
+def test_runs_of_two_agents_are_neither_pooled_nor_compared():
+    kinds = [REDQ, DROQ, REDQ | {"num_critics": 5}, DROQ | {"layer_norm": False}]
+    kinds += [SAC, SAC | {"layer_norm": True}, SAC | {"critic_hidden": [512, 512]}]
+    runs = []
+    for i, kind in enumerate(kinds):
+        runs += constant_runs([i, i], **kind)
+        runs += constant_runs([10 + i, 10 + i], replay__kind="uniform", **kind)
+    made = cells.make_cells(runs, fail)  # not a word of mixed configs
+    assert len(made) == 2 * len(kinds)
+    assert {cell.setting for cell in made} == {""}
+    comparisons = cells.compare(made)
+    assert [comparison.agent.name for comparison in comparisons] == [
+        "DroQ",
+        "DroQ without layer norm",
+        "REDQ",
+        "REDQ, num_critics=5",
+        "SAC",
+        "SAC, critics 512-512",
+        "SAC + layer norm",
+    ]
+    assert comparisons[0].title == "DroQ, replay ratio 1"
+    for comparison in comparisons:
+        (row,) = tables.make_paired_table(comparison).to_dict("records")
+        assert (row["seeds"], row["score"]) == (2, -10)
+        told = []
+        notices.tell_about_comparison(comparison, told.append)
+        assert not [line for line in told if "UNEQUAL" in line]
+
+
+def test_other_settings_of_an_agent_are_rows_of_their_own():
+    told = []
+    runs = constant_runs([1, 2], **REDQ) + constant_runs([3, 4], **REDQ, num_target_critics=3)
+    assert {cell.mean for cell in cells.make_cells(runs, told.append)} == {1.5, 3.5}
+    assert "Mixed configs: redq Hopper-v5 nmer" in told[0]
+
+
+def test_a_run_of_an_earlier_version_is_a_seed_of_the_same_agent():
+    old = make_run(algorithm="sac", hidden=[256, 256])
+    new = make_run(seed=1, **SAC)
+    (cell,) = cells.make_cells([old, new], fail)
+    assert cell.task.agent.name == "SAC"
+    assert len(cell.runs) == 2
+
+
+@pytest.mark.parametrize("kind", [REDQ, DROQ, CROSSQ, SAC | {"layer_norm": True}])
+def test_an_agent_that_the_paper_lacks_has_no_figures_of_it(kind):
+    runs = constant_runs([100, 200, 300], **kind)
+    runs += constant_runs([1, 2, 3], replay__kind="uniform", **kind)
+    runs += constant_runs([1, 2, 3], replay__kind="uniform", replay_ratio=20, **kind)
+    told = []
+    made = cells.make_cells(runs, fail)
+    notices.tell_about_cells(made, told.append)
+    assert not [line for line in told if "PAPER" in line]
+    for comparison in cells.compare(made):
+        table = tables.make_table(comparison, reps=20)
+        ours = table[table["seeds"].notna()]
+        assert ours["paper_mean"].isna().all()
+        pooled = tables.make_pooled_table(comparison, reps=20)
+        assert pooled["paper_change_percent"].isna().all()
+        header, rows = text.show_table(table)
+        assert rows[0][header.index("paper, 200K")] == text.NONE
+        assert rows[0][header.index("paper's Δ NMER")] == text.NONE
+
+
+def test_the_report_of_real_runs_of_new_agents(tmp_path, capsys):
+    droq = ["num_critics=2", "dropout=0.01", "layer_norm=true"]
+    runs = [("redq", "uniform", *droq), ("redq", "nmer", *droq), ("redq", "nmer")]
+    runs += [("crossq", "nmer"), ("sunrise", "nmer", "members=2")]
+    for number, (recipe, replay, *options) in enumerate(runs):
+        train(recipe, tmp_path / "runs" / str(number), f"replay={replay}", *options)
+    report.main([str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--no-pdf", *REPS])
+    assert "5 runs of 5 settings" in capsys.readouterr().out
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "Mixed configs" not in page
+    assert re.findall("^## (?!Read)(.*), replay ratio 1$", page, flags=re.MULTILINE) == [
+        "CrossQ, critics 8-8",
+        "DroQ",
+        "REDQ",
+        "SUNRISE",
+    ]
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", page)
+    assert pictures[0] == "curves-crossq-critics-8-8-ratio-1.png"
+    assert all((tmp_path / "out" / picture).is_file() for picture in pictures)
+    (row,) = pd.read_csv(tmp_path / "out" / "paired.csv").to_dict("records")
+    assert (row["algorithm"], row["method"], row["against"]) == ("droq", "nmer", "uniform")
 
 
 # Tasks

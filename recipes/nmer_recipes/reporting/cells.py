@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from nmer_recipes.reporting.agents import Agent, find_agent
 from nmer_recipes.reporting.read import RunData, Tell
 
 
@@ -17,7 +18,7 @@ from nmer_recipes.reporting.read import RunData, Tell
 class Task:
     """What methods are compared on; other versions and other budgets are other tasks."""
 
-    algorithm: str
+    agent: Agent
     env: str  # the id without its version; a whole name where the task has options
     version: str
     frames: int
@@ -56,16 +57,16 @@ class Cell:
     @property
     def label(self) -> str:
         """For a notice."""
-        words = [self.task.algorithm, self.task.name, self.method]
+        words = [self.task.agent.key, self.task.name, self.method]
         words.append(f"replay_ratio={self.replay_ratio:g}")
         return " ".join([*words, self.setting] if self.setting else words)
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """At most one cell for each task and method of one algorithm."""
+    """At most one cell for each task and method of one agent."""
 
-    algorithm: str
+    agent: Agent
     name: str  # `best`, or as `ratio-20`
     cells: tuple[Cell, ...]
 
@@ -75,7 +76,7 @@ class Comparison:
         how = f"replay ratio {self.name.removeprefix('ratio-')}"
         if self.name == "best":
             how = "each method at its best"
-        return f"{self.algorithm.upper()}, {how}"
+        return f"{self.agent.name}, {how}"
 
     @property
     def tasks(self) -> list[Task]:
@@ -122,7 +123,7 @@ def make_cells(runs: Iterable[RunData], tell: Tell, *, at: int | None = None) ->
             made = cells[-len(groups) :]
             counts = "; ".join(f"{cell.setting} ({len(cell.runs)} runs)" for cell in made)
             tell(
-                f"Mixed configs: {task.algorithm} {task.name} {method} replay_ratio={ratio:g} was "
+                f"Mixed configs: {task.agent.key} {task.name} {method} replay_ratio={ratio:g} was "
                 f"run with {counts}. They are not averaged: each is a row of its own."
             )
     return sorted(cells, key=lambda c: (c.task, c.method, c.replay_ratio, c.setting))
@@ -161,7 +162,7 @@ def _at_one_step(
     ended = tuple(run for run in (run.until(step) for run in there) if len(run.frames))
     if not ended:
         return []
-    return [(Task(str(first.config["algorithm"]), *_split(first.config["env.task"]), step), ended)]
+    return [(Task(find_agent(first.config), *_split(first.config["env.task"]), step), ended)]
 
 
 def _split(task: str) -> tuple[str, str]:
@@ -178,23 +179,23 @@ def _differing(groups: list[tuple[RunData, ...]]) -> list[str]:
 
 
 def compare(cells: Iterable[Cell]) -> list[Comparison]:
-    """For each algorithm: every method at its best, and all methods at each replay ratio.
+    """For each agent: every method at its best, and all methods at each replay ratio.
 
     The best setting is the one with the highest mean score. With a single replay ratio there is
     but that one comparison; among several, one that would have a single method is left out.
     """
-    algorithms: dict[str, list[Cell]] = defaultdict(list)
+    agents: dict[Agent, list[Cell]] = defaultdict(list)
     for cell in cells:
-        algorithms[cell.task.algorithm].append(cell)
+        agents[cell.task.agent].append(cell)
     comparisons = []
-    for algorithm, members in sorted(algorithms.items()):
+    for agent, members in sorted(agents.items()):
         ratios = sorted({cell.replay_ratio for cell in members})
         if len(ratios) > 1:
-            comparisons.append(Comparison(algorithm, "best", _best(members)))
+            comparisons.append(Comparison(agent, "best", _best(members)))
         for ratio in ratios:
             equal = _best(cell for cell in members if cell.replay_ratio == ratio)
             if len(ratios) == 1 or len({cell.method for cell in equal}) > 1:
-                comparisons.append(Comparison(algorithm, f"ratio-{ratio:g}", equal))
+                comparisons.append(Comparison(agent, f"ratio-{ratio:g}", equal))
     return comparisons
 
 

@@ -106,7 +106,7 @@ def _section(
     reps: int,
 ) -> tuple[str, dict[str, Figure]]:
     """Returns the page's part on a comparison, and its figures by the names of their files."""
-    name = f"{comparison.algorithm}-{comparison.name}"
+    name = f"{comparison.agent.key}-{comparison.name}"
     figures = {f"curves-{name}.png": draw_curves(comparison, methods)}
     parts = [
         f"## {comparison.title}\n",
@@ -131,7 +131,7 @@ def _settings(cells: Sequence[Cell]) -> pd.DataFrame:
     """Every cell, also those that are not the best of their method, and where its runs are."""
     return pd.DataFrame(
         {
-            "algorithm": cell.task.algorithm,
+            "algorithm": cell.task.agent.key,
             "env": cell.task.name,
             "frames": cell.task.frames,
             "method": cell.method,

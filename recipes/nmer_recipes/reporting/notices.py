@@ -29,24 +29,24 @@ def tell_about_cells(cells: Sequence[Cell], tell: Tell) -> None:
     tasks = sorted({cell.task for cell in cells})
     envs: dict[tuple[str, str], list[Task]] = defaultdict(list)
     for task in tasks:
-        envs[task.algorithm, task.env].append(task)
-    for (algorithm, env), group in envs.items():
+        envs[task.agent.key, task.env].append(task)
+    for (agent, env), group in envs.items():
         if len({task.frames for task in group}) > 1:
             steps = ", ".join(f"{frames:,}" for frames in sorted({t.frames for t in group}))
             tell(
-                f"BUDGETS DIFFER: {algorithm} on {env} was scored at {steps} frames. These are "
+                f"BUDGETS DIFFER: {agent} on {env} was scored at {steps} frames. These are "
                 f"tasks of their own and not compared; `--at {min(t.frames for t in group)}` "
                 "scores all at the same step."
             )
         if len({task.version for task in group}) > 1:
             versions = ", ".join(sorted({task.version for task in group}))
             tell(
-                f"ENVIRONMENT VERSIONS DIFFER: {algorithm} on {env} was run on {versions}. These "
+                f"ENVIRONMENT VERSIONS DIFFER: {agent} on {env} was run on {versions}. These "
                 "are tasks of their own and not compared."
             )
-    known = [task for task in tasks if paper.result(task.algorithm, task.env, "nmer")]
+    known = [task for task in tasks if paper.result(task.agent.key, task.env, "nmer")]
     if other := [task for task in known if task.frames != paper.FRAMES]:
-        names = ", ".join(f"{task.algorithm} {task.name} {task.frames:,}" for task in other)
+        names = ", ".join(f"{task.agent.key} {task.name} {task.frames:,}" for task in other)
         tell(
             f"NOT THE PAPER'S BUDGET: its figures are at {paper.FRAMES:,} frames, these are not: "
             f"{names}. Compare the rows with one another, not with the paper's column."

@@ -26,9 +26,9 @@ from nmer_recipes.reporting.estimates import (
 def paper_figure(comparison: Comparison, task: Task, method: str) -> paper.Figure | None:
     """The paper's result: of the method at its best, or of its ablations at that replay ratio."""
     if comparison.name == "best":
-        return paper.result(task.algorithm, task.env, method)
+        return paper.result(task.agent.key, task.env, method)
     ratio = float(comparison.name.removeprefix("ratio-"))
-    return paper.result_at(task.algorithm, task.env, method, ratio)
+    return paper.result_at(task.agent.key, task.env, method, ratio)
 
 
 def make_table(comparison: Comparison, *, reps: int = REPS) -> pd.DataFrame:
@@ -41,7 +41,7 @@ def make_table(comparison: Comparison, *, reps: int = REPS) -> pd.DataFrame:
                     rows.append(_row(comparison, cell, reps))
         budgets = {task.frames for task in comparison.tasks if task.env == env}
         for method, figure in paper.quoted(env).items() if paper.FRAMES in budgets else ():
-            place = Task(comparison.algorithm, env, "", paper.FRAMES)
+            place = Task(comparison.agent, env, "", paper.FRAMES)
             rows.append(_place(comparison, place, method) | _printed(figure))
     return pd.DataFrame(rows)
 
@@ -49,7 +49,7 @@ def make_table(comparison: Comparison, *, reps: int = REPS) -> pd.DataFrame:
 def _place(comparison: Comparison, task: Task, method: str) -> dict[str, object]:
     return {
         "comparison": comparison.name,
-        "algorithm": task.algorithm,
+        "algorithm": task.agent.key,
         "env": task.env,
         "version": task.version,
         "frames": task.frames,
@@ -157,7 +157,7 @@ def make_pooled_table(comparison: Comparison, *, reps: int = REPS) -> pd.DataFra
     for method in comparison.methods:
         row: dict[str, object] = {
             "comparison": comparison.name,
-            "algorithm": comparison.algorithm,
+            "algorithm": comparison.agent.key,
             "method": method,
         }
         if tasks:
