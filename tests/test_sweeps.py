@@ -96,6 +96,22 @@ def test_only_the_seeds_of_one_setting_share_a_group(tmp_path):
     assert groups == {"td3-Hopper-nmer-replay.k=10", "td3-Hopper-nmer-replay.k=25"}
 
 
+def test_agents_of_one_recipe_have_directories_and_groups_of_their_own(tmp_path):
+    seen = set()
+    for critics in ("", "num_critics=2,dropout=0.01,layer_norm=true", "critic_hidden=[512,512]"):
+        cfg = make_config("redq", "env=Hopper")
+        assert place_in_sweep(cfg, str(tmp_path), ",".join(filter(None, ["env=Hopper", critics])))
+        seen.add((Path(cfg.run_dir).name, cfg.logger.group))
+    assert seen == {
+        ("env=Hopper", "redq-Hopper-nmer"),
+        (
+            "env=Hopper,num_critics=2,dropout=0.01,layer_norm=true",
+            "redq-Hopper-nmer-num_critics=2-dropout=0.01-layer_norm=true",
+        ),
+        ("env=Hopper,critic_hidden=[512,512]", "redq-Hopper-nmer-critic_hidden=[512,512]"),
+    }
+
+
 def test_long_groups_stay_apart_and_names_have_no_escapes(tmp_path):
     groups = set()
     for last in ("a", "b"):

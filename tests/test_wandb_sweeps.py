@@ -20,6 +20,7 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from nmer_recipes import config  # isort: skip
 from nmer_recipes.directories import place_in_wandb_sweep  # isort: skip
+from nmer_recipes.reporting.agents import find_agent  # isort: skip
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # written for pydantic 1
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("only_recipe_configs")
 
 FILES = sorted((RECIPES / "sweeps").glob("*.yaml"))
 BAYES = RECIPES / "sweeps" / "td3_bayes.yaml"
+CRITICS = ("num_critics=", "dropout=", "layer_norm=", "critic_hidden=")
 
 
 def read(path: Path) -> dict:
@@ -111,6 +113,20 @@ def test_the_sweeps_hold_every_value_that_the_paper_tried():
                     swept.add((Path(sweep["program"]).stem, name, float(value)))
     assert tried <= swept
     assert len(tried) == 3 + 3 + 8 + 1 + 2 + 2
+
+
+def test_every_agent_has_a_sweep_of_nmer_beside_uniform_replay():
+    agents = set()
+    for path in FILES:
+        sweep = read(path)
+        if {"uniform", "nmer"} <= {*sweep["parameters"]["replay"].get("values", [])}:
+            lines = map(command_line, draw(sweep, most=1))
+            critics = {tuple(word for word in line if word.startswith(CRITICS)) for line in lines}
+            for words in critics:
+                cfg = make_config(Path(sweep["program"]).stem, *words)
+                agents.add(find_agent(OmegaConf.to_container(cfg, resolve=True)).name)
+    expected = {"CrossQ", "DDPG", "DroQ", "REDQ", "SAC", "SAC + layer norm", "SUNRISE", "TD3"}
+    assert agents == expected
 
 
 def test_the_search_moves_to_where_the_score_is_best():
