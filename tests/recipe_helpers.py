@@ -27,6 +27,7 @@ from nmer_recipes import checkpoint, config  # isort: skip
 RECIPES = Path(__file__).parents[1] / "recipes"
 # Recipes that train; a new one is added here.
 ALGORITHMS = ("crossq", "ddpg", "redq", "sac", "sunrise", "td3")
+OFFLINE = ("iql", "td3_bc")  # recipes on fixed data
 STOCK = ("ddpg", "sac", "td3")  # those that can use the losses of TorchRL
 TINY = [
     "env=InvertedPendulum",

@@ -21,7 +21,7 @@ import pytest
 from helpers import make_transitions
 from omegaconf import OmegaConf
 from page_helpers import ROOT, blocks, first_column, name, pages
-from recipe_helpers import ALGORITHMS, RECIPES, expand, make_config, train
+from recipe_helpers import ALGORITHMS, OFFLINE, RECIPES, expand, make_config, train
 
 import nmer_torchrl
 
@@ -125,6 +125,7 @@ def check_script(path: Path, arguments: list[str], monkeypatch) -> None:
 def check_recipe(recipe: str, arguments: list[str]) -> None:
     """Composes runs that a command of a recipe makes, until each of its values has been in one."""
     overrides = [word for word in arguments if word not in ("-m", "--cfg", "job")]
+    overrides = [re.sub("^data=", "data.source=", word) for word in overrides]
     seen: set[str] = set()
     for _, run in expand([shlex.join(["python", f"recipes/{recipe}.py", "-m", *overrides])]):
         values = {word for word in run if not word.startswith("seed=")}  # one serves for all
@@ -141,7 +142,7 @@ def check_python(words: list[str], monkeypatch) -> None:
     assert path.exists(), f"there is no {words[0]}"
     if path.parent.name == "trainers":
         return  # tests/test_trainers.py runs these
-    if path.stem in (*ALGORITHMS, "on_manifold", "baseline"):
+    if path.stem in (*ALGORITHMS, *OFFLINE, "on_manifold", "baseline"):
         check_recipe("td3" if path.stem == "baseline" else path.stem, words[1:])
     else:
         check_script(path, words[1:], monkeypatch)
@@ -243,11 +244,13 @@ def choices(group: str) -> set[str]:
 
 def test_the_recipes_page_has_every_setting():
     groups = ("env", "replay", "logger", "collector")
-    real = {key for recipe in ALGORITHMS for key in make_config(recipe)} - set(groups)
+    real = {key for recipe in (*ALGORITHMS, *OFFLINE) for key in make_config(recipe)} - set(groups)
     for group in groups:
         for choice in choices(group):
             real |= {f"{group}.{key}" for key in settings._settings(group, choice)}
         real |= {f"{group}.{key}" for key in settings._read("td3")[0][group]}
+    real |= {f"data.{key}" for key in make_config("td3").data}
+    real -= {"data"}
     listed = first_column(ROOT / "docs" / "recipes.md", "key")
     assert sorted(listed) == sorted(real), "docs/recipes.md has a row for each setting"
 

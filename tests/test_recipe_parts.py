@@ -14,7 +14,7 @@ from hydra.errors import MissingConfigException
 from recipe_helpers import ALGORITHMS, RECIPES, make_config, train
 
 from nmer_recipes import checkpoint, collect, compiling, config, envs, evaluate, seeding  # isort: skip
-from nmer_recipes.replay import describe, draw, make_buffer  # isort: skip
+from nmer_recipes.replay import Source, describe, draw, make_buffer  # isort: skip
 from nmer_recipes.runs import Clock, Run  # isort: skip
 
 from nmer_torchrl import Mahalanobis, make_replay_buffer
@@ -417,7 +417,7 @@ def test_continuous_transition_learns_its_alpha_where_it_is_asked_to():
     rows = make_transitions(40)
     rows["observation"][1:] = rows["next", "observation"][:-1]
     buffer.extend(rows.exclude(("next", "done")))
-    alphas = [fold.alpha for _ in draw(buffer, 5, Clock())]
+    alphas = [fold.alpha for _ in draw([Source(buffer, 16)], 5, Clock())]
     assert (np.diff(alphas) < 0).all()  # each batch is a step
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,17 @@ class Batch(NamedTuple):
         for x, y in zip(self, other, strict=True):
             if x is not None and y is not None:
                 x.copy_(y, non_blocking=True)
+
+
+def join_blocks(blocks: Sequence[Batch]) -> Batch:
+    """Returns a block whose batches are those of several blocks `[K, B_i]` side by side."""
+    if len(blocks) == 1:
+        return blocks[0]
+    given = [entry for entry in blocks if entry.weight is not None]
+    if given and len(given) < len(blocks):
+        raise ValueError("Some of the blocks have importance weights and some have none.")
+    parts = zip(*blocks, strict=True)
+    return Batch(*(None if part[0] is None else torch.cat(part, 1) for part in parts))
 
 
 def as_block(rows: TensorDictBase, size: int, device: torch.device) -> Batch:

@@ -23,16 +23,47 @@ if TYPE_CHECKING:
     from nmer_recipes.batches import BatchCollector
 
 
+class UpdateCounter:
+    """Stands where a collector does in a run on fixed data: counts updates, and acts nowhere."""
+
+    ended = None
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.frames = stream, 0
+        self.returns: list[float] = []  # of training episodes, of which there are none
+
+    def __enter__(self) -> UpdateCounter:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def step(self) -> None:
+        """Counts."""
+        self.frames += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been counted, and the generators of the updates."""
+        return {"frames": self.frames, "stream": self.stream.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self.frames = state["frames"]
+        self.stream.load_state_dict(state["stream"])
+
+
 def make_collector(
     cfg: DictConfig,
     env: gymnasium.Env,
     policy: TensorDictModuleBase,
     make_copy: Callable[[], TensorDictModuleBase],
     seed: dict[str, int],
-) -> FrameCollector | BatchCollector:
+) -> FrameCollector | BatchCollector | UpdateCounter:
     """What `cfg.collector` describes; `make_copy` makes a policy like the one given, on the CPU."""
     device = torch.device(cfg.device)
     stream = Stream(seed["exploration"], device)
+    if "collector" not in cfg:
+        return UpdateCounter(stream)
     if cfg.collector.kind != "local":
         from nmer_recipes.batches import find_collector
 

@@ -146,7 +146,8 @@ def is_worth_it(cfg: DictConfig) -> bool:
     """
     if cfg.get("losses") == "torchrl":
         return False
-    updates = (cfg.total_frames - cfg.random_frames) * cfg.replay_ratio
+    frames = cfg.total_frames - cfg.get("random_frames", 0)
+    updates = frames * cfg.get("replay_ratio", 1)
     on_cuda = torch.device(cfg.device).type == "cuda"
     if cfg.compile is False or not (cfg.compile is True or (on_cuda and updates >= _WORTH)):
         return False

@@ -141,7 +141,7 @@ def run_recipe(
     if shows and "--resolve" not in sys.argv:
         sys.argv.append("--resolve")  # so that the paper's values show
 
-    typed = sys.argv[1:]
+    typed = [re.sub("^data=", "data.source=", word) for word in sys.argv[1:]]
     try:
         sys.argv[1:] = with_overrides(typed, add_choices(typed))
         register_methods(sys.argv[1:])
@@ -228,10 +228,20 @@ def check_task_settings(env: DictConfig) -> None:
 def check_run(cfg: DictConfig) -> None:
     """Does the same without a look at the replay method."""
     check_values(cfg)
-    if cfg.random_frames >= cfg.total_frames:
+    if cfg.get("random_frames", 0) >= cfg.total_frames:
         raise UsageError(
             f"random_frames={cfg.random_frames} of total_frames={cfg.total_frames} leave no frame "
             "to learn from; lower random_frames or raise total_frames."
+        )
+    if cfg.get("total_updates", cfg.total_frames) != cfg.total_frames:
+        raise UsageError(
+            f"total_frames={cfg.total_frames}, but {cfg.algorithm}.py acts in no environment; give "
+            "total_updates alone."
+        )
+    if "total_updates" in cfg and cfg.data.source is None:
+        raise UsageError(
+            f"{cfg.algorithm}.py learns from data that are there, but none are named; give "
+            "data=FILE, a run directory or a Minari id: docs/howto/offline.md."
         )
     if cfg.eval_every > cfg.total_frames:
         raise UsageError(
@@ -242,7 +252,11 @@ def check_run(cfg: DictConfig) -> None:
         raise UsageError(
             "losses=torchrl is not compiled, but compile=true was given; leave one of the two out."
         )
-    if cfg.collector.kind != "local" and cfg.collector.frames_per_batch % cfg.env.count:
+    if (
+        "collector" in cfg
+        and cfg.collector.kind != "local"
+        and cfg.collector.frames_per_batch % cfg.env.count
+    ):
         raise UsageError(
             f"collector.frames_per_batch={cfg.collector.frames_per_batch} cannot be shared evenly "
             f"by env.count={cfg.env.count} environments; make it a multiple of env.count."

@@ -25,6 +25,7 @@ FREE |= {"threads", "compile", "losses", "device", "storage_device", "storage", 
 FREE |= {"replay.search"}  # other ways to the same neighbours
 _ADDED = {
     "critic_loss": "squared",
+    "data": {"source": None},
     "env": {"count": 1, "kwargs": {}, "wrappers": None, "max_steps": None},
 }
 _DECIDED = {"target_entropy"}  # null until a run has looked at its task
@@ -36,7 +37,7 @@ _CUT_NAME = 120  # bytes of a longer one that are kept
 def find_added(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that runs of earlier versions do not name, with the values they had."""
     if config.get("algorithm") not in ("sac", "td3"):  # which were there before others
-        return _ADDED
+        return {}
     return _ADDED | {"layer_norm": False, "critic_hidden": config.get("hidden")}
 
 
@@ -190,10 +191,16 @@ def _check_resumable(directory: Path, cfg: DictConfig, *, further: bool = False)
     _raise_if_different(directory, cfg, further=further)
     complete = (directory / "summary.json").exists()
     if complete and not (further and _goes_further(read_config(directory), cfg)):
+        total = _total(cfg)
         raise UsageError(
             f"The run in {directory} is complete; its summary.json has the score. To take it "
-            f"further, give {resume_word(directory)} and more than total_frames={cfg.total_frames}."
+            f"further, give {resume_word(directory)} and more than {total}={cfg[total]}."
         )
+
+
+def _total(cfg: DictConfig) -> str:
+    """Returns the name of the setting that says how long a run is."""
+    return "total_updates" if "total_updates" in cfg else "total_frames"
 
 
 def _goes_further(there: dict[str, Any], cfg: DictConfig) -> bool:
@@ -205,11 +212,13 @@ def _raise_if_different(directory: Path, cfg: DictConfig, *, further: bool = Fal
     different = _differences(there, cfg)
     if further and _goes_further(there, cfg):
         different.pop("total_frames", None)
+        different.pop("total_updates", None)  # which they follow
     if different:
         words = [f"{name}={before} ({now} was given)" for name, (before, now) in different.items()]
         alone = "alone goes on with it"
         if (directory / "summary.json").exists():
-            alone = f"and more than total_frames={there.get('total_frames')} take it further"
+            total = _total(cfg)
+            alone = f"and more than {total}={there.get(total)} take it further"
         raise UsageError(
             f"{directory} is of another config: it was made with {', '.join(words)}. "
             f"{resume_word(directory)} {alone}; a new run needs another directory."

@@ -16,7 +16,8 @@ from torchrl.objectives import LossModule
 # What critics minimize over the distances to their targets; the second by TorchRL's names.
 DISTANCES = {"squared": mse_loss, "huber": smooth_l1_loss}
 STOCK_DISTANCES = {"squared": "l2", "huber": "smooth_l1"}
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of a batch renormalization
+# What networks hold that no gradient moves: of batch renormalization, and of `Standardize`.
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "fixed_mean", "fixed_scale")
 
 
 def make_critic(
@@ -32,6 +33,19 @@ def make_critic(
         layers["norm_kwargs"] = [{"normalized_shape": width} for width in cells]
     network = MLP(in_features=observations + actions, out_features=1, device=device, **layers)
     return ValueOperator(network, in_keys=["observation", "action"]).eval()
+
+
+class Standardize(nn.Module):
+    """Standardizes inputs `[..., n]` by a mean and a scale that do not change while it learns."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("fixed_mean", torch.zeros(width, device=device))
+        self.register_buffer("fixed_scale", torch.ones(width, device=device))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Returns the standardized inputs."""
+        return (inputs - self.fixed_mean) * self.fixed_scale
 
 
 class Functional:
@@ -62,7 +76,7 @@ class Functional:
             weights: Of the layers that have some.
             inputs: To the first layer.
             statistics: The running mean, variance and number of batches of each batch
-                renormalization.
+                renormalization, the mean and scale of each `Standardize`.
             moved: Where given, the call is one of training. Dropout is on, batches are normalized
                 by their own mean and variance, and the running statistics that follow are appended
                 to it.
@@ -79,6 +93,8 @@ class Functional:
                     scale, shift = next(given), next(given)
                     of_layer = (next(running), next(running), next(running))
                     output = renormalize(layer, output, of_layer, moved) * scale + shift
+                case Standardize():
+                    output = (output - next(running)) * next(running)
                 case nn.Dropout():
                     output = dropout(output, layer.p, training=moved is not None)
                 case _:
@@ -160,7 +176,7 @@ class Weights(NamedTuple):
 
     Several critics are stacked, and so are the actors of an ensemble. What an agent does not have
     is empty: DDPG and TD3 have no `log_alpha`, SAC and its kin no `target_actor`, CrossQ no
-    targets, and CrossQ alone has running statistics.
+    targets. Only CrossQ and TD3+BC have statistics, and only IQL has a value of states.
     """
 
     actor: list[Tensor]
@@ -170,6 +186,7 @@ class Weights(NamedTuple):
     target_critics: list[Tensor]
     actor_statistics: Sequence[Tensor] = ()
     critic_statistics: Sequence[Tensor] = ()
+    value: Sequence[Tensor] = ()
 
 
 def critics_name(agent: LossModule) -> str:
@@ -204,4 +221,5 @@ def find_weights(agent: LossModule) -> Weights:
         find_target(critics),
         find("actor", statistics=True),
         find(critics, statistics=True),
+        find("value") if critics == "qvalue" and "value_network_params" in parts else [],
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig
@@ -23,13 +23,21 @@ from nmer_torchrl.neighbors import DeviceSearch, make_search
 
 
 def make_buffer(
-    cfg: DictConfig, seed: int, directory: Path | None = None
+    cfg: DictConfig, seed: int, directory: Path | None = None, *, capacity: int | None = None
 ) -> TensorDictReplayBuffer:
     """The buffer that `cfg.replay` describes; a run never stores more than its frames.
 
     With `storage=memmap`, rows are in files of the run's directory.
+
+    Args:
+        cfg: Of the run.
+        seed: Of what is drawn.
+        directory: Of the run.
+        capacity: Number of rows, where it is not that of the run.
     """
-    method, capacity = make_method(cfg.replay), min(cfg.buffer_size, cfg.total_frames)
+    method = make_method(cfg.replay)
+    if capacity is None:
+        capacity = min(cfg.buffer_size, cfg.total_frames)
     place: dict[str, Any] = {"capacity": capacity, "device": cfg.storage_device}
     if cfg.storage == "memmap" and directory is not None:
         place = {"storage": RowFiles(capacity, directory)}
@@ -67,18 +75,26 @@ def store(buffer: TensorDictReplayBuffer, row: TensorDictBase, ended: float | No
     loop.synchronize(buffer)
 
 
-def draw(buffer: TensorDictReplayBuffer, batches: int, clock: Clock) -> Iterator[TensorDictBase]:
+class Source(NamedTuple):
+    """A buffer, and how many rows of each batch come from it."""
+
+    buffer: TensorDictReplayBuffer
+    rows: int
+
+
+def draw(sources: Sequence[Source], batches: int, clock: Clock) -> Iterator[list[TensorDictBase]]:
     """Draws the rows of that many batches, all at once, since nothing is stored between them.
 
     Priorities change with every update, and a tuned alpha with every draw: they ask for one draw
-    for each batch.
+    for each batch. What is drawn comes source by source.
     """
     if not batches:
         return
-    for size in [1] * batches if loop.learns(buffer) else [batches]:
+    learns = any(loop.learns(source.buffer) for source in sources)
+    for size in [1] * batches if learns else [batches]:
         with clock("sample"):
-            rows = buffer.sample(size * buffer.batch_size)
-        yield rows
+            drawn = [source.buffer.sample(size * source.rows) for source in sources]
+        yield drawn
 
 
 @torch.no_grad()

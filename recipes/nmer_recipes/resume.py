@@ -57,6 +57,8 @@ def continue_config(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
     typed = {override.key_or_group: override.value() for override in _parse(words)}
     same = {group for group, choice in find_choices(saved).items() if typed.get(group) == choice}
     given = {"resume", "run_dir", *typed} - same
+    if "total_updates" in given:
+        given.add("total_frames")  # which follows it
     if "device" in given and cfg.device != saved.get("device"):
         given |= {name for name in _BY_DEVICE if OmegaConf.select(cfg, name) is not None}
     # Settings that the recipes got after the run had begun have their defaults.

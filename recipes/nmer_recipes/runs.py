@@ -35,6 +35,7 @@ COLUMNS = (
     "frames",
     "eval/return",
     "eval/return_std",
+    "eval/normalized",
     "eval/length",
     "eval/q_value",
     "eval/monte_carlo",
@@ -43,6 +44,7 @@ COLUMNS = (
     "train/episodes",
     "train/updates",
     "train/loss_qvalue",
+    "train/loss_value",
     "train/loss_actor",
     "train/loss_alpha",
     "train/entropy",
@@ -238,15 +240,19 @@ class Run:
         self._told = True
         rate = (self.updates - first) / (now - since)
         frames_left = self.cfg.total_frames - frames
-        seconds = frames_left * self.cfg.replay_ratio / rate
+        ratio = self.cfg.get("replay_ratio", 1)
+        seconds = frames_left * ratio / rate
         if seconds >= _LONG:
-            fewer = "replay_ratio=1, " if self.cfg.replay_ratio > 1 else ""
+            fewer = "replay_ratio=1, " if ratio > 1 else ""
             if max(self.cfg.get("critic_hidden") or [0]) > _WIDE:
                 fewer += "critic_hidden=[256,256], "
+            what, total = f"frames with {ratio} updates each", "total_frames"
+            if "total_updates" in self.cfg:
+                what, total = "updates", "total_updates"
             self.bar.write(
-                f"About {duration(seconds)} to go on this machine: {frames_left:,} frames with "
-                f"{self.cfg.replay_ratio} updates each at {rate:.0f} updates/s. To shorten it: "
-                f"{fewer}a smaller total_frames, or device=cuda where there is one. "
+                f"About {duration(seconds)} to go on this machine: {frames_left:,} {what} at "
+                f"{rate:.0f} updates/s. To shorten it: {fewer}a smaller {total}, or device=cuda "
+                "where there is one. "
                 "It can be stopped by Ctrl-C and continued by resume=auto.",
                 file=sys.stderr,
             )

@@ -9,3 +9,24 @@ def duration(seconds: float) -> str:
     if hours >= 2:
         return f"{hours:.0f} h"
     return f"{minutes:.0f} min" if minutes >= 2 else f"{seconds:.0f} s"
+
+
+# Returns of a random and of an expert policy, by which D4RL (Fu et al., 2020) normalizes those of
+# its tasks of version 2; ours are later versions of the same tasks.
+REFERENCES = {
+    "Ant": (-325.6, 3879.7),
+    "HalfCheetah": (-280.178953, 12135.0),
+    "Hopper": (-20.272305, 3234.3),
+    "Walker2d": (1.629008, 4592.3),
+}
+
+
+def normalize(task: str, mean_return: float) -> dict[str, float]:
+    """Returns the normalized return of a task by its column, or nothing without a reference.
+
+    It is 0 for a random policy and 100 for an expert.
+    """
+    if task not in REFERENCES:
+        return {}
+    low, high = REFERENCES[task]
+    return {"eval/normalized": 100 * (mean_return - low) / (high - low)}

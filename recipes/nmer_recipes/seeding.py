@@ -9,7 +9,7 @@ import torch
 
 from nmer_torchrl.generators import seed_from
 
-_NAMES = ("networks", "environment", "exploration", "replay")
+_NAMES = ("networks", "environment", "exploration", "replay", "data")
 
 
 def seeds(seed: int) -> dict[str, int]:

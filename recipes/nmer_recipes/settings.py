@@ -75,6 +75,7 @@ _POSITIVE = Range(0, above=True)
 RANGES: dict[str, Range] = {
     "seed": Range(0, 2**32 - 1, whole=True),
     "total_frames": _COUNT,
+    "total_updates": _COUNT,
     "random_frames": _COUNT,
     "replay_ratio": _SIZE,
     "actor_l2": _SIZE,
@@ -113,6 +114,12 @@ RANGES: dict[str, Range] = {
     "mask_share": Range(0, 1),
     "backup_temperature": _SIZE,
     "ucb_bonus": _SIZE,
+    # Fixed data
+    "data.share": Range(0, 1),
+    "data.max_steps": Range(1, whole=True, null="for what the data say"),
+    "bc_alpha": _SIZE,
+    "expectile": Range(0.5, 0.999),
+    "temperature": _SIZE,
     # The manifold's error
     "sizes": Range(2, whole=True, each=True),
     "rows": _COUNT,
@@ -132,13 +139,26 @@ CHOICES: dict[str, Sequence[bool | str | None]] = {
     "losses": ("direct", "torchrl"),
     "critic_loss": ("squared", "huber"),
     "layer_norm": (True, False),
+    "normalize": (True, False),
+    "data.clip": (True, False),
     "storage": ("memory", "memmap"),
     "video": (True, False),
     "collector.kind": ("local", "torchrl", "multiprocess", "ray"),
     "collector.sync": (True, False),
     "logger.mode": ("online", "offline", "disabled", None),
 }
-TEXTS = ("env.id", "env.name", "name", "run_dir", "resume", "cache", "out", "collector.address")
+TEXTS = (
+    "data.source",
+    "data.cache",
+    "env.id",
+    "env.name",
+    "name",
+    "run_dir",
+    "resume",
+    "cache",
+    "out",
+    "collector.address",
+)
 _OPEN = {"env.kwargs", "methods"}  # mappings to which anyone may add entries
 TASK_PAGE = "docs/howto/own_task.md"
 _ABSENT = object()
@@ -260,12 +280,20 @@ def _read(recipe: str) -> tuple[dict[str, Any], dict[str, str]]:
         if isinstance(entry, dict):
             choices |= {group: choice for group, choice in entry.items() if group in _groups()}
         elif entry != "_self_":
-            reference |= _load(CONF / f"{entry}.yaml")
+            reference = _merge(reference, _load(CONF / f"{entry}.yaml"))
     # What the recipe itself says of a group holds for each of its files.
-    reference |= settings | {group: reference.get(group, {}) for group in choices}
+    reference = _merge(reference, settings)
+    reference |= {group: reference.get(group, {}) for group in choices}
     del reference["hydra"]
     reference.pop("defaults", None)
     return reference, choices
+
+
+def _merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of both; those of the second go before, mapping by mapping."""
+    merged = OmegaConf.to_container(OmegaConf.merge(first, second))
+    assert isinstance(merged, dict)
+    return {str(name): value for name, value in merged.items()}
 
 
 def _load(path: Path) -> dict[str, Any]:

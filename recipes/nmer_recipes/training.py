@@ -12,17 +12,20 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.objectives import LossModule
 
-from nmer_recipes.blocks import Batch, as_block
+from nmer_recipes.blocks import Batch, as_block, join_blocks
 from nmer_recipes.checkpoint import Checkpoint
 from nmer_recipes.collect import make_collector
 from nmer_recipes.compiling import Results
+from nmer_recipes.data import load_buffer
 from nmer_recipes.envs import check_task, make_env
+from nmer_recipes.errors import UsageError
 from nmer_recipes.evaluate import Evaluator
 from nmer_recipes.memory import check_memory
 from nmer_recipes.optim import Adam
 from nmer_recipes.policy import save_policy
-from nmer_recipes.replay import describe, draw, make_buffer, store
+from nmer_recipes.replay import Source, describe, draw, make_buffer, store
 from nmer_recipes.runs import Run
+from nmer_recipes.scores import normalize
 from nmer_recipes.seeding import seeds
 from nmer_recipes.video import check_video, write_video
 from nmer_torchrl.loop import report_errors
@@ -39,6 +42,7 @@ def train(
     make_agent: Callable[[DictConfig, int, int, torch.device], Agent],
     make_update: Callable[[DictConfig, Any], Update],
     add_entries: Callable[[DictConfig, TensorDictBase], None] | None = None,
+    prepare: Callable[[DictConfig, Any, TensorDictBase], None] | None = None,
 ) -> float:
     """Trains an agent and returns the score of the run.
 
@@ -48,7 +52,13 @@ def train(
             action dimensions, and the device.
         make_update: Makes the agent's gradient steps from the config and its weights.
         add_entries: Adds to a row, before it is stored, what the agent wants to find in batches.
+        prepare: Takes up what the agent needs to know of fixed data, before it learns.
     """
+    if cfg.data.source is not None and add_entries is not None:
+        raise UsageError(
+            f"data={cfg.data.source}, but {cfg.algorithm}.py needs entries of each row that fixed "
+            "data do not have; leave the data out, or use another agent."
+        )
     check_task(cfg.env)
     check_video(cfg)
     # Seed: a stream each, so that a replay method changes neither the networks nor the resets.
@@ -67,10 +77,20 @@ def train(
     actor, explorer, agent = make_agent(cfg, observations, actions, device)
     update, optimizers = make_update(cfg, agent)
 
-    # Buffer
-    check_memory(cfg, observations, actions)
+    # Buffer: of the rows to come, of those that are there already, or both.
+    if "collector" in cfg:
+        check_memory(cfg, observations, actions)
     run = Run(cfg)
-    buffer = make_buffer(cfg, seed["replay"], run.directory)
+    buffers, share = {}, 0
+    if cfg.data.source is not None:
+        buffers["data"] = load_buffer(cfg, env, seed["data"])
+        share = round(cfg.data.get("share", 1) * cfg.batch_size)
+        if prepare is not None:
+            prepare(cfg, agent, buffers["data"].storage.get(slice(None)))
+    if "collector" in cfg:
+        buffers["buffer"] = make_buffer(cfg, seed["replay"], run.directory)
+    sizes = {"data": share, "buffer": cfg.batch_size - share}
+    sources = [Source(each, sizes[name]) for name, each in buffers.items() if sizes[name]]
     collector = make_collector(
         cfg,
         env,
@@ -81,11 +101,11 @@ def train(
 
     # Loop
     checkpoint = Checkpoint(
-        run.directory, agent=agent, buffer=buffer, collector=collector, run=run, **optimizers
+        run.directory, agent=agent, **buffers, collector=collector, run=run, **optimizers
     )
     if run.resumed:
         checkpoint.load()
-    clock, rows = run.clock, None
+    clock, drawn = run.clock, [None]
 
     def evaluate_and_save(frame: int) -> None:
         """Does what is due after a frame, and the evaluation that a signal has cut short."""
@@ -93,6 +113,8 @@ def train(
             with clock("evaluation"):
                 scores = evaluate(actor, agent, run.stops)
             if scores is not None:
+                if "total_updates" in cfg:
+                    scores |= normalize(cfg.env.name, scores["eval/return"])
                 run.log(frame, collector.returns, scores, run.due)
                 save_policy(run, actor, env)
         stopping, done = run.stops(), frame == cfg.total_frames
@@ -107,23 +129,28 @@ def train(
         for frame in range(collector.frames + 1, cfg.total_frames + 1):
             with clock("environment"):
                 row = collector.step()
-            with clock("upkeep"):
-                if add_entries is not None:
-                    add_entries(cfg, row)
-                store(buffer, row, collector.ended)
-            due = math.floor((frame - cfg.random_frames) * cfg.replay_ratio) - run.updates
-            for rows in draw(buffer, max(due, 0), clock):
+            if row is not None:
+                with clock("upkeep"):
+                    if add_entries is not None:
+                        add_entries(cfg, row)
+                    store(buffers["buffer"], row, collector.ended)
+            learned = frame - cfg.get("random_frames", 0)
+            due = math.floor(learned * cfg.get("replay_ratio", 1)) - run.updates
+            for drawn in draw(sources, max(due, 0), clock):
                 with clock("update"):
-                    block = as_block(rows, cfg.batch_size, device)
+                    pairs = zip(sources, drawn, strict=True)
+                    block = join_blocks([as_block(rows, each.rows, device) for each, rows in pairs])
                     losses, errors = update(block, run.updates)
                     run.note(losses, len(block.reward))
                 with clock("upkeep"):
-                    report_errors(buffer, rows, errors.flatten())
+                    parts = errors.split([each.rows for each in sources], 1)
+                    for each, rows, part in zip(sources, drawn, parts, strict=True):
+                        report_errors(each.buffer, rows, part.flatten())
             run.count(frame)
 
             # Evaluation
             if frame % cfg.eval_every == 0:
-                run.due = describe(buffer, rows)
+                run.due = describe(sources[-1].buffer, drawn[-1])
             evaluate_and_save(frame)
         write_video(cfg, run.directory, evaluate, actor)
         return run.finish()

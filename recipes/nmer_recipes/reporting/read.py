@@ -156,6 +156,8 @@ def make_run(source: str, config: Any, rows: Iterable[Mapping[str, Any]]) -> Run
     groups = {name.rpartition(".")[0] for name in flat}
     flat = {name: flat[name] for name in flat.keys() - groups}  # without a sweep's `replay: nmer`
     flat = flatten(find_added(flat)) | _up_to_date(flat)
+    if "total_updates" in flat:
+        flat["replay_ratio"] = 1  # an update is counted as a frame
     if missing := [name for name in _NEEDED if flat.get(name) is None]:
         raise BadRunError(f"its config has no {', '.join(missing)}")
     task = _name_task(flat)

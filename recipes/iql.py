@@ -1,0 +1,170 @@
+"""Implicit Q-learning on fixed data, with the replay method of your choice.
+
+python recipes/iql.py env=Hopper data=log.npz                 # NMER
+python recipes/iql.py env=Hopper data=log.npz replay=uniform  # the baseline
+python recipes/iql.py env=Hopper data=log.npz --cfg job       # every setting of that run
+
+Kostrikov, Nair and Levine, *Offline Reinforcement Learning with Implicit Q-Learning* (ICLR 2022).
+The task is used for evaluation alone. This file has the networks, the losses and the gradient step;
+the loop around them, which all agents share, is in nmer_recipes/training.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from nmer_recipes import training
+from nmer_recipes.actors import bounds, make_network
+from nmer_recipes.blocks import Batch
+from nmer_recipes.compiling import Results, over_blocks
+from nmer_recipes.config import run_recipe
+from nmer_recipes.networks import (
+    DISTANCES,
+    STOCK_DISTANCES,
+    Functional,
+    Weights,
+    find_weights,
+    make_critic,
+)
+from nmer_recipes.optim import Adam, Moments, clip, clip_each, decay, differentiate, move_targets
+from omegaconf import DictConfig
+from tensordict.nn import NormalParamExtractor, TensorDictModule
+from torch import Tensor, nn
+from torchrl.modules import MLP, IndependentNormal, ProbabilisticActor, ValueOperator
+from torchrl.objectives import IQLLoss, SoftUpdate
+
+
+class BoundedMean(nn.Module):
+    """Turns outputs into the mean, within [-1, 1], and the scale of a Gaussian."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.split = NormalParamExtractor()
+
+    def forward(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns mean and scale."""
+        loc, scale = self.split(outputs)
+        return loc.tanh(), scale
+
+
+def make_agent(
+    cfg: DictConfig, observations: int, actions: int, device: torch.device
+) -> tuple[ProbabilisticActor, ProbabilisticActor, IQLLoss]:
+    """Returns a Gaussian policy, twice since it need not explore, and losses with critics."""
+    network = make_network(cfg, observations, 2 * actions, BoundedMean(), device)
+    actor = ProbabilisticActor(
+        TensorDictModule(network, in_keys=["observation"], out_keys=["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        spec=bounds(actions, device),
+        distribution_class=IndependentNormal,
+    )
+    layers = {"num_cells": list(cfg.hidden), "activation_class": nn.ReLU, "device": device}
+    value = MLP(in_features=observations, out_features=1, **layers)
+    loss = IQLLoss(
+        actor,
+        make_critic(cfg, observations, actions, device),
+        ValueOperator(value, in_keys=["observation"]),
+        num_qvalue_nets=2,
+        loss_function=STOCK_DISTANCES[cfg.critic_loss],
+        temperature=cfg.temperature,
+        expectile=cfg.expectile,
+    ).to(device)
+    loss.make_value_estimator(gamma=cfg.gamma)
+    loss.set_keys(done="terminated", terminated="terminated")  # a time limit ends no value
+    return actor, actor, loss
+
+
+def make_losses(cfg: DictConfig, agent: IQLLoss) -> Callable[[Weights, Batch], Results]:
+    """Returns the losses, as a function of weights and batches."""
+    # Plain numbers: `torch.compile` cannot follow the config.
+    gamma, expectile, temperature = cfg.gamma, cfg.expectile, cfg.temperature
+    distance = DISTANCES[cfg.critic_loss]
+    actor = Functional(agent.actor_network[0].module)
+    critic = Functional(agent.qvalue_network.module)
+    judge = Functional(agent.value_network.module)
+
+    def losses(weights: Weights, batch: Batch) -> Results:
+        """Returns losses and entropy, and the rows' absolute TD errors, averaged over critics."""
+        with torch.no_grad():
+            target = critic.each(weights.target_critics, batch.observation, batch.action).amin(0)
+            following = judge(weights.value, batch.following)[..., 0]
+            goal = batch.reward + gamma * ~batch.terminated * following
+        advantage = target - judge(weights.value, batch.observation)[..., 0]
+        side = torch.where(advantage > 0, expectile, 1 - expectile)
+
+        values = critic.each(weights.critics, batch.observation, batch.action)
+        distances = distance(values, goal.expand_as(values), reduction="none")
+
+        policy = torch.distributions.Normal(
+            *actor(weights.actor, batch.observation), validate_args=False
+        )
+        log_prob = policy.log_prob(batch.action).sum(-1)
+        trust = (temperature * advantage.detach()).exp().clamp(max=100)
+        found = {
+            "loss_qvalue": batch.mean(distances.sum(0)),
+            "loss_value": batch.mean(side * advantage.square()),
+            "loss_actor": batch.mean(-trust * log_prob),
+            "entropy": -log_prob.detach().mean(),
+        }
+        return found, (values - goal).detach().abs().mean(0)
+
+    return losses
+
+
+class State(NamedTuple):
+    """What a step moves in place."""
+
+    weights: Weights
+    moments: Moments
+
+
+def make_update(
+    cfg: DictConfig, agent: IQLLoss
+) -> tuple[Callable[[Batch, int], Results], dict[str, Adam]]:
+    """Returns the gradient steps on a block of batches as one call, and the optimizer."""
+    limit, l2, tau = cfg.grad_clip, cfg.actor_l2, cfg.tau
+    SoftUpdate(agent, tau=tau)  # makes the targets; `move_targets` moves them
+    get_losses = make_losses(cfg, agent)
+    weights = find_weights(agent)
+    optimizer = Adam([*weights.actor, *weights.critics, *weights.value], lr=cfg.lr)
+
+    def step(state: State, batch: Batch, _: Tensor) -> Results:
+        """One gradient step on everything."""
+        weights, moments = state
+        learned = [*weights.actor, *weights.critics, *weights.value]
+        first, second = len(weights.actor), len(weights.actor) + len(weights.critics)
+
+        def total_loss(learned: list[Tensor]) -> tuple[Tensor, Results]:
+            actor, critics, value = learned[:first], learned[first:second], learned[second:]
+            own = weights._replace(actor=actor, critics=critics, value=value)
+            losses, errors = get_losses(own, batch)
+            total = losses["loss_qvalue"] + losses["loss_value"] + losses["loss_actor"]
+            total = total + l2 * decay(actor) if l2 else total
+            return total, ({name: value.detach() for name, value in losses.items()}, errors)
+
+        gradients, results = differentiate(total_loss, learned)
+        clipped = [
+            *clip(gradients[:first], limit),
+            *clip_each(gradients[first:second], limit),
+            *clip(gradients[second:], limit),
+        ]
+        optimizer.move(learned, clipped, moments)
+        move_targets(weights, tau)
+        return results
+
+    steps = over_blocks(cfg, step, lambda: State(weights, optimizer.moments))
+
+    def update(block: Batch, done: int) -> Results:
+        """A step on each batch of a block `[K, B]`; how many were made before does not matter."""
+        return steps(block, block.reward.new_empty(len(block.reward), 0))  # without noise
+
+    return update, {"optimizer": optimizer}
+
+
+train = partial(training.train, make_agent=make_agent, make_update=make_update)
+
+if __name__ == "__main__":
+    run_recipe(train, "iql")

@@ -1,0 +1,131 @@
+"""Rows that are there before a run: read, checked against the task, and kept for the next run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import torch
+from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
+from torch import Tensor
+from torchrl.data import TensorDictReplayBuffer
+from tqdm import tqdm
+
+from nmer_recipes.checkpoint import read_state
+from nmer_recipes.errors import UsageError
+from nmer_recipes.files import CHECKPOINT, told_of_errors, write_state
+from nmer_recipes.replay import make_buffer
+from nmer_torchrl import loop
+from nmer_torchrl.offline import load_transitions
+from nmer_torchrl.storages import move_state
+
+_AFTER = ("observation", "reward", "terminated")
+_BLOCK = 256  # rows whose neighbours are looked up at a time
+_TOLERANCE = 1e-3  # by which actions may lie outside their bounds, as rounding does
+
+
+def load_buffer(cfg: DictConfig, env: gymnasium.Env, seed: int) -> TensorDictReplayBuffer:
+    """Returns a buffer that holds the rows of `cfg.data.source`, with their neighbours looked up.
+
+    The first run reads the source and looks up the neighbours, which may take minutes. It keeps
+    both in `cfg.data.cache`, from where the next run with this source and method takes them.
+    """
+    path, kept = cache_file(cfg, env), None
+    if path.exists():
+        kept = read_state(path, f"delete it, and {cfg.data.source} is read again")
+    rows = read_rows(cfg, env) if kept is None else TensorDict(kept["rows"], kept["size"])
+    buffer = make_buffer(cfg, seed, capacity=len(rows))
+    buffer.extend(rows.to(cfg.storage_device))
+    if kept is not None:
+        buffer.sampler.load_state_dict(move_state(kept["sampler"], buffer.storage.device))
+        return buffer
+    look_up_neighbors(buffer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with told_of_errors(path):
+        sampler = move_state(buffer.sampler.state_dict(), torch.device("cpu"))
+        write_state(path, {"rows": rows.to_dict(), "size": len(rows), "sampler": sampler})
+    return buffer
+
+
+def read_rows(cfg: DictConfig, env: gymnasium.Env) -> TensorDict:
+    """Returns the rows of `cfg.data.source` with actions in [-1, 1], after it said what they are.
+
+    Raises a `UsageError` for rows that are none of the task's.
+    """
+    try:
+        found = load_transitions(cfg.data.source, max_steps=cfg.data.max_steps)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        raise UsageError(f"data={cfg.data.source}: {error}") from None
+    tqdm.write(f"{cfg.data.source}:\n{found}", file=sys.stderr)
+    rows = found.rows.select("observation", "action", *(("next", name) for name in _AFTER))
+    width, actions = env.observation_space.shape[0], env.action_space.shape[0]
+    for name, given, wanted in (
+        ("observations", rows["observation"].shape[-1], width),
+        ("actions", rows["action"].shape[-1], actions),
+    ):
+        if given != wanted:
+            raise UsageError(
+                f"data={cfg.data.source} has {name} of {given} entries, but those of "
+                f"{cfg.env.id} have {wanted}; name data of this task, or the task of these data."
+            )
+    if not (Path(cfg.data.source) / CHECKPOINT).exists():  # a run has stored them in [-1, 1]
+        rows["action"] = rescale(cfg, env, rows["action"])
+    return rows
+
+
+def rescale(cfg: DictConfig, env: gymnasium.Env, actions: Tensor) -> Tensor:
+    """Returns actions `[N, m]` in [-1, 1] from those in the bounds of the task."""
+    bounds = env.env.action_space  # of the task itself, before its actions were rescaled
+    low, high = (torch.from_numpy(bound.copy()).float() for bound in (bounds.low, bounds.high))
+    scaled = 2 * (actions - low) / (high - low) - 1
+    outside = (scaled.abs() > 1 + _TOLERANCE).any(0)
+    if outside.any() and not cfg.data.clip:
+        i = int(outside.nonzero()[0])
+        raise UsageError(
+            f"data={cfg.data.source}: actions of dimension {i} range from {actions[:, i].min():g} "
+            f"to {actions[:, i].max():g}, but {cfg.env.id} takes {low[i]:g} to {high[i]:g}. Are "
+            "they in the units of the task? Convert them, or clip them by data.clip=true."
+        )
+    return scaled.clamp(-1, 1)
+
+
+def look_up_neighbors(buffer: TensorDictReplayBuffer) -> None:
+    """Looks up the neighbours of every row, so that draws need not; shows how long it takes."""
+    loop.synchronize(buffer)
+    sampler = buffer.sampler
+    if not hasattr(sampler, "neighbors"):
+        return
+    with tqdm(total=len(buffer), desc="neighbours", unit="row", disable=None) as bar:
+        for index in torch.arange(len(buffer), device=buffer.storage.device).split(_BLOCK):
+            sampler.neighbors(buffer.storage, index)
+            bar.update(len(index))
+
+
+def cache_file(cfg: DictConfig, env: gymnasium.Env) -> Path:
+    """Returns where the buffer of these data and this method is kept.
+
+    Another file under the same name, another method and another task have another place.
+    """
+    source = Path(cfg.data.source)
+    files = sorted(source.rglob("*")) if source.is_dir() else [source]
+    known = [
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns)
+        for file in files[:1000]
+        if file.is_file()
+    ]
+    bounds = env.env.action_space
+    parts: dict[str, Any] = {
+        "version": 1,
+        "source": str(source.absolute()) if source.exists() else cfg.data.source,
+        "files": known,
+        "options": {name: cfg.data[name] for name in ("max_steps", "clip")},
+        "replay": OmegaConf.to_container(cfg.replay, resolve=True),
+        "bounds": [bounds.low.tolist(), bounds.high.tolist()],
+    }
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    return Path(cfg.data.cache) / f"{source.stem}-{cfg.replay.kind}-{digest}.pt"

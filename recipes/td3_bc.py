@@ -1,0 +1,200 @@
+"""TD3 with behavior cloning on fixed data, with the replay method of your choice.
+
+python recipes/td3_bc.py env=Hopper data=log.npz                 # NMER
+python recipes/td3_bc.py env=Hopper data=log.npz replay=uniform  # the baseline
+python recipes/td3_bc.py env=Hopper data=log.npz --cfg job       # every setting of that run
+
+Fujimoto and Gu, *A Minimalist Approach to Offline Reinforcement Learning* (NeurIPS 2021). The task
+is used for evaluation alone. This file has the networks, the losses and the gradient step; the loop
+around them, which all agents share, is in nmer_recipes/training.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from nmer_recipes import training
+from nmer_recipes.actors import bounds, make_network
+from nmer_recipes.blocks import Batch
+from nmer_recipes.compiling import Results, over_blocks
+from nmer_recipes.config import run_recipe
+from nmer_recipes.networks import (
+    DISTANCES,
+    STOCK_DISTANCES,
+    Functional,
+    Standardize,
+    Weights,
+    find_weights,
+    make_critic,
+)
+from nmer_recipes.optim import Adam, Moments, clip, clip_each, decay, differentiate, move_targets
+from omegaconf import DictConfig
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+from torchrl.modules import ValueOperator
+from torchrl.objectives import SoftUpdate, TD3BCLoss
+
+
+class Joined(nn.Sequential):
+    """Layers on inputs that are concatenated."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Returns the outputs."""
+        return super().forward(torch.cat(inputs, -1))
+
+
+def make_agent(
+    cfg: DictConfig, observations: int, actions: int, device: torch.device
+) -> tuple[TensorDictModule, TensorDictModule, TD3BCLoss]:
+    """Returns a deterministic policy, twice since it need not explore, and losses with critics."""
+    network = nn.Sequential(
+        Standardize(observations, device),
+        make_network(cfg, observations, actions, nn.Tanh(), device),
+    )
+    actor = TensorDictModule(network, in_keys=["observation"], out_keys=["action"])
+    critic = Joined(
+        Standardize(observations + actions, device),
+        make_critic(cfg, observations, actions, device).module,
+    )
+    loss = TD3BCLoss(
+        actor,
+        ValueOperator(critic, in_keys=["observation", "action"]).eval(),
+        num_qvalue_nets=2,
+        loss_function=STOCK_DISTANCES[cfg.critic_loss],
+        policy_noise=cfg.target_noise,
+        noise_clip=cfg.target_noise_clip,
+        alpha=cfg.bc_alpha,
+        action_spec=bounds(actions, device),
+    ).to(device)
+    loss.make_value_estimator(gamma=cfg.gamma)
+    loss.set_keys(done="terminated", terminated="terminated")  # a time limit ends no value
+    SoftUpdate(loss, tau=cfg.tau)  # makes the targets; `move_targets` moves them
+    return actor, actor, loss
+
+
+@torch.no_grad()
+def standardize(cfg: DictConfig, agent: TD3BCLoss, rows: TensorDictBase) -> None:
+    """Standardizes observations by the mean and standard deviation of the data, where asked to."""
+    if not cfg.normalize:
+        return
+    seen = rows["observation"]
+    mean, scale = seen.mean(0), 1 / (seen.std(0, correction=0) + 1e-3)
+    width = len(mean)
+    for name, buffer in agent.named_buffers():  # of actor, critics and targets
+        if name.endswith("fixed_mean"):
+            buffer[..., :width] = mean.to(buffer.device)
+        elif name.endswith("fixed_scale"):
+            buffer[..., :width] = scale.to(buffer.device)
+
+
+def make_losses(
+    cfg: DictConfig, agent: TD3BCLoss
+) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]:
+    """Returns the losses of the critics and of the actor, as functions of weights and batches."""
+    # Plain numbers: `torch.compile` cannot follow the config.
+    gamma, sigma, limit, alpha = cfg.gamma, cfg.target_noise, cfg.target_noise_clip, cfg.bc_alpha
+    distance = DISTANCES[cfg.critic_loss]
+    actor = Functional(agent.actor_network.module)
+    critic = Functional(agent.qvalue_network.module)
+
+    def critic_loss(weights: Weights, batch: Batch, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the loss, summed over critics, and the rows' absolute errors, averaged over them.
+
+        The noise `[B, actions]` is standard normal.
+        """
+        judge = partial(critic.each, statistics=weights.critic_statistics)
+        with torch.no_grad():
+            action = actor(weights.target_actor, batch.following, weights.actor_statistics)
+            action = (action + (sigma * noise).clamp(-limit, limit)).clamp(-1, 1)
+            value = judge(weights.target_critics, batch.following, action).amin(0)
+            goal = batch.reward + gamma * ~batch.terminated * value
+        values = judge(weights.critics, batch.observation, batch.action)
+        distances = distance(values, goal.expand_as(values), reduction="none")
+        return batch.mean(distances.sum(0)), (values - goal).detach().abs().mean(0)
+
+    def actor_loss(weights: Weights, batch: Batch) -> Tensor:
+        """Returns the squared distance to the data's actions, less the scaled value of its own.
+
+        The value is that of the first critic, scaled to a mean size of `bc_alpha`.
+        """
+        action = actor(weights.actor, batch.observation, weights.actor_statistics)
+        first = [weight.detach()[:1] for weight in weights.critics]
+        statistics = [statistic[:1] for statistic in weights.critic_statistics]
+        value = critic.each(first, batch.observation, action, statistics=statistics)[0]
+        distances = (action - batch.action).square().mean(-1)
+        return batch.mean(distances - alpha / value.detach().abs().mean() * value)
+
+    return critic_loss, actor_loss
+
+
+class Turn(NamedTuple):
+    """What else a step of the critics moves; it depends on the step's number alone."""
+
+    actor: bool
+    targets: bool
+
+
+class State(NamedTuple):
+    """What a step moves in place."""
+
+    weights: Weights
+    actor_moments: Moments
+    critic_moments: Moments
+
+
+def make_update(
+    cfg: DictConfig, agent: TD3BCLoss
+) -> tuple[Callable[[Batch, int], Results], dict[str, Adam]]:
+    """Returns the gradient steps on a block of batches as one call, and the optimizers."""
+    delay, interval = cfg.policy_delay, cfg.target_interval
+    limit, l2, tau = cfg.grad_clip, cfg.actor_l2, cfg.tau
+    critic_loss, actor_loss = make_losses(cfg, agent)
+    weights = find_weights(agent)
+    actor_optimizer = Adam(weights.actor, lr=cfg.lr)
+    critic_optimizer = Adam(weights.critics, lr=cfg.lr)
+
+    def step(state: State, batch: Batch, noise: Tensor, turn: Turn) -> Results:
+        """One step of the critics, and in their turn of the actor and of the targets."""
+        weights, actor_moments, critic_moments = state
+
+        def of_critics(critics: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            loss, errors = critic_loss(weights._replace(critics=critics), batch, noise)
+            return loss, (loss.detach(), errors)
+
+        def of_actor(actor: list[Tensor]) -> tuple[Tensor, Tensor]:
+            loss = actor_loss(weights._replace(actor=actor), batch)
+            return loss + l2 * decay(actor) if l2 else loss, loss.detach()
+
+        gradients, (loss_qvalue, errors) = differentiate(of_critics, weights.critics)
+        critic_optimizer.move(weights.critics, clip_each(gradients, limit), critic_moments)
+        losses = {"loss_qvalue": loss_qvalue}
+        if turn.actor:
+            gradients, losses["loss_actor"] = differentiate(of_actor, weights.actor)
+            actor_optimizer.move(weights.actor, clip(gradients, limit), actor_moments)
+        if turn.targets:
+            move_targets(weights, tau)
+        return losses, errors
+
+    steps = over_blocks(
+        cfg, step, lambda: State(weights, actor_optimizer.moments, critic_optimizer.moments)
+    )
+
+    def update(block: Batch, done: int) -> Results:
+        """A step on each batch of a block `[K, B]`, after so many steps."""
+        turns = tuple(
+            Turn(n % delay == 0, n % interval == 0)
+            for n in range(done + 1, done + 1 + len(block.reward))
+        )
+        return steps(block, torch.randn_like(block.action), turns)
+
+    return update, {"actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer}
+
+
+train = partial(training.train, make_agent=make_agent, make_update=make_update, prepare=standardize)
+
+if __name__ == "__main__":
+    run_recipe(train, "td3_bc")
