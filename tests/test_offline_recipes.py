@@ -284,6 +284,17 @@ def test_a_killed_run_with_fixed_data_beside_goes_on_number_for_number(method, l
     assert whole != train("sac", tmp_path / "alone", *SHARED[1:], f"replay={method}")
 
 
+def test_rows_of_both_are_neighbours_in_one_buffer(log, tmp_path):
+    given = [f"data.source={log}", f"data.cache={tmp_path / 'cache'}", "data.across=true"]
+    options = [*SHARED, *given]
+    whole = train("sac", tmp_path / "whole", *options)
+    assert whole[-1]["replay/size"] == "168.0"  # 120 of the data, and 48 frames
+    train_and_kill("sac", tmp_path / "killed", *options)
+    assert train("sac", tmp_path / "killed", *options, "resume=auto") == whole
+    with pytest.raises(config.UsageError, match=r"leave one of the two out"):
+        train("sac", tmp_path / "other", *options, "data.share=0.5")
+
+
 def test_blocks_are_joined_batch_by_batch():
     first, second = make_blocks(3), make_blocks(3, seed=1)
     joined = blocks.join_blocks([first[0], second[0]])

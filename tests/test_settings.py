@@ -51,7 +51,7 @@ VALUES = {
     "target_noise_clip": SIZE,
     "exploration_noise": SIZE,
     "total_updates": COUNT,
-    "data.share": ([0, 0.5, 1], [-0.1, 1.01]),
+    "data.share": ([None, 0, 0.5, 1], [-0.1, 1.01]),
     "data.max_steps": ([None, *COUNT[0]], COUNT[1]),
     "bc_alpha": SIZE,
     "expectile": ([0.5, 0.7, 0.999], [0.4, 1]),

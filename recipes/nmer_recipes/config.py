@@ -238,6 +238,11 @@ def check_run(cfg: DictConfig) -> None:
             f"total_frames={cfg.total_frames}, but {cfg.algorithm}.py acts in no environment; give "
             "total_updates alone."
         )
+    if cfg.data.get("across") and cfg.data.share is not None:
+        raise UsageError(
+            f"data.share={cfg.data.share} with data.across=true, which draws from all rows alike; "
+            "leave one of the two out."
+        )
     if "total_updates" in cfg and cfg.data.source is None:
         raise UsageError(
             f"{cfg.algorithm}.py learns from data that are there, but none are named; give "

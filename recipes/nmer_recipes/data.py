@@ -19,7 +19,7 @@ from tqdm import tqdm
 from nmer_recipes.checkpoint import read_state
 from nmer_recipes.errors import UsageError
 from nmer_recipes.files import CHECKPOINT, told_of_errors, write_state
-from nmer_recipes.replay import make_buffer
+from nmer_recipes.replay import Source, make_buffer
 from nmer_torchrl import loop
 from nmer_torchrl.offline import load_transitions
 from nmer_torchrl.storages import move_state
@@ -27,6 +27,27 @@ from nmer_torchrl.storages import move_state
 _AFTER = ("observation", "reward", "terminated")
 _BLOCK = 256  # rows whose neighbours are looked up at a time
 _TOLERANCE = 1e-3  # by which actions may lie outside their bounds, as rounding does
+
+
+def make_sources(
+    cfg: DictConfig, env: gymnasium.Env, seed: dict[str, int], directory: Path
+) -> dict[str, Source]:
+    """Returns what a run draws from, by name: the rows to come, those of `cfg.data`, or both."""
+    size = cfg.batch_size
+    if cfg.data.source is None:
+        return {"buffer": Source(make_buffer(cfg, seed["replay"], directory), size)}
+    fixed = load_buffer(cfg, env, seed["data"])
+    if "collector" not in cfg:
+        return {"data": Source(fixed, size)}
+    if cfg.data.across:
+        rows = fixed.storage.get(slice(None)).exclude("index")
+        capacity = len(rows) + min(cfg.buffer_size, cfg.total_frames)
+        buffer = make_buffer(cfg, seed["replay"], directory, capacity=capacity)
+        buffer.extend(rows)
+        return {"buffer": Source(buffer, size)}
+    share = round(size * (0.5 if cfg.data.share is None else cfg.data.share))
+    buffer = make_buffer(cfg, seed["replay"], directory)
+    return {"data": Source(fixed, share), "buffer": Source(buffer, size - share)}
 
 
 def load_buffer(cfg: DictConfig, env: gymnasium.Env, seed: int) -> TensorDictReplayBuffer:

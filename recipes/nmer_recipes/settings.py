@@ -115,7 +115,7 @@ RANGES: dict[str, Range] = {
     "backup_temperature": _SIZE,
     "ucb_bonus": _SIZE,
     # Fixed data
-    "data.share": Range(0, 1),
+    "data.share": Range(0, 1, null="for half of each batch"),
     "data.max_steps": Range(1, whole=True, null="for what the data say"),
     "bc_alpha": _SIZE,
     "expectile": Range(0.5, 0.999),
@@ -141,6 +141,7 @@ CHOICES: dict[str, Sequence[bool | str | None]] = {
     "layer_norm": (True, False),
     "normalize": (True, False),
     "data.clip": (True, False),
+    "data.across": (True, False),
     "storage": ("memory", "memmap"),
     "video": (True, False),
     "collector.kind": ("local", "torchrl", "multiprocess", "ray"),

@@ -16,14 +16,14 @@ from nmer_recipes.blocks import Batch, as_block, join_blocks
 from nmer_recipes.checkpoint import Checkpoint
 from nmer_recipes.collect import make_collector
 from nmer_recipes.compiling import Results
-from nmer_recipes.data import load_buffer
+from nmer_recipes.data import make_sources
 from nmer_recipes.envs import check_task, make_env
 from nmer_recipes.errors import UsageError
 from nmer_recipes.evaluate import Evaluator
 from nmer_recipes.memory import check_memory
 from nmer_recipes.optim import Adam
 from nmer_recipes.policy import save_policy
-from nmer_recipes.replay import Source, describe, draw, make_buffer, store
+from nmer_recipes.replay import describe, draw, store
 from nmer_recipes.runs import Run
 from nmer_recipes.scores import normalize
 from nmer_recipes.seeding import seeds
@@ -81,16 +81,11 @@ def train(
     if "collector" in cfg:
         check_memory(cfg, observations, actions)
     run = Run(cfg)
-    buffers, share = {}, 0
-    if cfg.data.source is not None:
-        buffers["data"] = load_buffer(cfg, env, seed["data"])
-        share = round(cfg.data.get("share", 1) * cfg.batch_size)
-        if prepare is not None:
-            prepare(cfg, agent, buffers["data"].storage.get(slice(None)))
-    if "collector" in cfg:
-        buffers["buffer"] = make_buffer(cfg, seed["replay"], run.directory)
-    sizes = {"data": share, "buffer": cfg.batch_size - share}
-    sources = [Source(each, sizes[name]) for name, each in buffers.items() if sizes[name]]
+    named = make_sources(cfg, env, seed, run.directory)
+    buffers = {name: source.buffer for name, source in named.items()}
+    sources = [source for source in named.values() if source.rows]
+    if prepare is not None:
+        prepare(cfg, agent, buffers["data"].storage.get(slice(None)))
     collector = make_collector(
         cfg,
         env,
