@@ -302,6 +302,19 @@ def test_agents_ratios_and_updates_can_be_chosen(monkeypatch, tmp_path):
     assert {ratio for _, ratio, *_ in asked} == {2}
 
 
+def test_loops_that_are_left_out_are_empty(monkeypatch, tmp_path):
+    options = ["--algorithms", "sac", "--loops", "plain", "recipe", "--ratios", "1"]
+    table, asked = run_main(monkeypatch, tmp_path, *options)
+    assert [loop for _, _, loop in asked] == ["plain", "recipe"]
+    assert list(table.dropna(axis=1)) == [
+        "algorithm",
+        "replay ratio",
+        "plain, updates/s",
+        "recipe, updates/s",
+        "recipe / plain",
+    ]
+
+
 def test_a_loop_that_fails_says_why(monkeypatch, tmp_path):
     failed = SimpleNamespace(returncode=1, stdout="", stderr="No module named stable_baselines3")
     monkeypatch.setattr(loops, "subprocess", SimpleNamespace(run=lambda *_, **__: failed))

@@ -3,7 +3,8 @@
     pip install stable-baselines3
     python recipes/benchmarks/loops.py                          # every agent
     python recipes/benchmarks/loops.py --algorithms sac redq --ratios 1
-    python recipes/benchmarks/loops.py --updates 100 --rounds 1  # whether all of it runs
+    python recipes/benchmarks/loops.py --loops plain recipe     # without what takes long to compile
+    python recipes/benchmarks/loops.py --updates 20 --rounds 1  # whether all of it runs
 
 Uniform replay on HalfCheetah-v5 with equal networks, batches and replay ratios, one thread. Each
 loop runs in a process of its own, in turns, and is timed over whole frames after some for warming
@@ -206,7 +207,8 @@ def make_row(algorithm: str, ratio: int, seconds: Mapping[str, float]) -> dict[s
     row |= {f"{loop}, updates/s": 1 / seconds[loop] if loop in seconds else "" for loop in LOOPS}
     for loop in LOOPS[2:]:
         for other, name in zip(LOOPS, ("plain", "SB3"), strict=False):
-            row[f"{loop} / {name}"] = seconds[loop] / seconds[other] if other in seconds else ""
+            both = loop in seconds and other in seconds
+            row[f"{loop} / {name}"] = seconds[loop] / seconds[other] if both else ""
     return row
 
 
@@ -216,6 +218,7 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--algorithms", nargs="+", choices=AGENTS, default=list(AGENTS))
+    parser.add_argument("--loops", nargs="+", choices=LOOPS, default=LOOPS)
     parser.add_argument("--ratios", type=int, nargs="+", help="by default each agent has its own")
     parser.add_argument("--updates", type=int, help="that are timed; by default 300 to 1,500")
     parser.add_argument("--rounds", type=int, default=3)
@@ -228,7 +231,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     args.out.mkdir(parents=True, exist_ok=True)
     tasks = [(a, r) for a in args.algorithms for r in args.ratios or AGENTS[a].ratios]
-    turns = [(*task, loop) for task in tasks for loop in LOOPS if has_loop(loop, task[0])]
+    turns = [(*task, loop) for task in tasks for loop in args.loops if has_loop(loop, task[0])]
     times: dict[tuple[str, int, str], list[float]] = {turn: [] for turn in turns}
     more = ["--updates", str(args.updates)] if args.updates else []
     bar = tqdm(total=args.rounds * len(turns), unit="loop")
