@@ -8,10 +8,10 @@ import torch
 from recipe_helpers import make_config, train, train_and_kill
 from tensordict import TensorDict
 from tensordict.nn import NormalParamExtractor
-from test_updates import ACTIONS, CPU, OBSERVATIONS, ROWS, make_agent, make_blocks
 from torch import nn
 from torchrl.modules import BatchRenorm1d
 from torchrl.objectives import SoftUpdate
+from update_helpers import ACTIONS, CPU, OBSERVATIONS, ROWS, make_agent, make_blocks
 
 from nmer_recipes import config, networks  # isort: skip
 from nmer_recipes.actors import SquashedNormal  # isort: skip

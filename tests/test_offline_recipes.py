@@ -10,8 +10,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from recipe_helpers import OFFLINE, TINY, make_config, metrics, start, train, train_and_kill
-from test_updates import ACTIONS, OBSERVATIONS, ROWS, make_agent, make_blocks
 from torchrl.objectives import SoftUpdate
+from update_helpers import ACTIONS, OBSERVATIONS, ROWS, make_agent, make_blocks
 
 from nmer_recipes import blocks, config, data, scores, training  # isort: skip
 from nmer_recipes.envs import make_env  # isort: skip

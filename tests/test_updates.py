@@ -9,35 +9,14 @@ import torch
 import torch._inductor.config
 import torchrl.objectives
 from pretend_cuda import pretend_cuda
-from recipe_helpers import ALGORITHMS, STOCK, make_batch, make_config
+from recipe_helpers import ALGORITHMS, STOCK, make_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from update_helpers import ACTIONS, CPU, OBSERVATIONS, ROWS, make_agent, make_blocks
 
 from nmer_recipes import compiling, networks, optim  # isort: skip
 from nmer_recipes.blocks import Batch, as_block  # isort: skip
 from nmer_recipes.compiling import Captured  # isort: skip
-
-CPU = torch.device("cpu")
-ROWS, OBSERVATIONS, ACTIONS = 16, 4, 2
-
-
-def make_agent(algorithm, *overrides, device=CPU):
-    """An agent, its config and its module; the same each time."""
-    recipe = importlib.import_module(algorithm)
-    small = ["hidden=[8,8]", "critic_hidden=${hidden}", f"batch_size={ROWS}"]
-    cfg = make_config(algorithm, *small, *overrides)
-    torch.manual_seed(0)
-    if "target_entropy" in cfg:
-        cfg.target_entropy = -ACTIONS
-    return recipe.make_agent(cfg, OBSERVATIONS, ACTIONS, device)[-1], cfg, recipe
-
-
-def make_blocks(*sizes, seed=0, device=CPU):
-    torch.manual_seed(seed)
-    rows = [make_batch(n * ROWS, OBSERVATIONS, ACTIONS) for n in sizes]
-    for batch in rows:
-        batch["mask"] = torch.rand(len(batch), 5) < 0.5  # of SUNRISE's members
-    return [as_block(batch, ROWS, device) for batch in rows]
 
 
 def state_of(agent, optimizers):

@@ -21,6 +21,8 @@ from nmer_torchrl.offline.arrays import NAMES, REQUIRED, assemble
 from nmer_torchrl.offline.transitions import ABOUT, Transitions
 from nmer_torchrl.pairs import SuccessorPairs
 
+# Of the rows of a run.
+SCALED = "The actions are in [-1, 1], to which the recipes scale the bounds of a task."
 _CHECKPOINT = "checkpoint.pt"  # of a run of the recipes
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _ID = re.compile(r"([-\w]+/)*[-\w]+-v\d+")
@@ -299,7 +301,7 @@ def _load_run(path: Path, max_steps: int | None) -> Transitions:
         "terminals": rows["next", "terminated"].numpy(),
         "next_observations": rows["next", "observation"].numpy(),
     }
-    notes = ["The actions are in [-1, 1], to which the recipes scale the bounds of a task."]
+    notes = [SCALED]
     if order is not None:
         notes.append("Rows of several environments were put in the order of their episodes.")
     return _assemble(path, arrays, [], max_steps, tuple(notes))

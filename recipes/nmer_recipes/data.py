@@ -18,10 +18,11 @@ from tqdm import tqdm
 
 from nmer_recipes.checkpoint import read_state
 from nmer_recipes.errors import UsageError
-from nmer_recipes.files import CHECKPOINT, told_of_errors, write_state
+from nmer_recipes.files import told_of_errors, write_state
 from nmer_recipes.replay import Source, make_buffer
 from nmer_torchrl import loop
 from nmer_torchrl.offline import load_transitions
+from nmer_torchrl.offline.sources import SCALED
 from nmer_torchrl.storages import move_state
 
 _AFTER = ("observation", "reward", "terminated")
@@ -57,7 +58,7 @@ def load_buffer(cfg: DictConfig, env: gymnasium.Env, seed: int) -> TensorDictRep
     both in `cfg.data.cache`, from where the next run with this source and method takes them.
     """
     path, kept = cache_file(cfg, env), None
-    if path.exists():
+    if path is not None and path.exists():
         kept = read_state(path, f"delete it, and {cfg.data.source} is read again")
     rows = read_rows(cfg, env) if kept is None else TensorDict(kept["rows"], kept["size"])
     buffer = make_buffer(cfg, seed, capacity=len(rows))
@@ -66,8 +67,10 @@ def load_buffer(cfg: DictConfig, env: gymnasium.Env, seed: int) -> TensorDictRep
         buffer.sampler.load_state_dict(move_state(kept["sampler"], buffer.storage.device))
         return buffer
     look_up_neighbors(buffer)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if path is None:
+        return buffer
     with told_of_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         sampler = move_state(buffer.sampler.state_dict(), torch.device("cpu"))
         write_state(path, {"rows": rows.to_dict(), "size": len(rows), "sampler": sampler})
     return buffer
@@ -94,7 +97,7 @@ def read_rows(cfg: DictConfig, env: gymnasium.Env) -> TensorDict:
                 f"data={cfg.data.source} has {name} of {given} entries, but those of "
                 f"{cfg.env.id} have {wanted}; name data of this task, or the task of these data."
             )
-    if not (Path(cfg.data.source) / CHECKPOINT).exists():  # a run has stored them in [-1, 1]
+    if SCALED not in found.notes:  # as those of a run are
         rows["action"] = rescale(cfg, env, rows["action"])
     return rows
 
@@ -127,12 +130,15 @@ def look_up_neighbors(buffer: TensorDictReplayBuffer) -> None:
             bar.update(len(index))
 
 
-def cache_file(cfg: DictConfig, env: gymnasium.Env) -> Path:
+def cache_file(cfg: DictConfig, env: gymnasium.Env) -> Path | None:
     """Returns where the buffer of these data and this method is kept.
 
-    Another file under the same name, another method and another task have another place.
+    Another file under the same name, another method and another task have another place. It is None
+    for the id of a dataset, whose files may change unseen.
     """
     source = Path(cfg.data.source)
+    if not source.exists():
+        return None
     files = sorted(source.rglob("*")) if source.is_dir() else [source]
     known = [
         (file.name, file.stat().st_size, file.stat().st_mtime_ns)
@@ -142,7 +148,7 @@ def cache_file(cfg: DictConfig, env: gymnasium.Env) -> Path:
     bounds = env.env.action_space
     parts: dict[str, Any] = {
         "version": 1,
-        "source": str(source.absolute()) if source.exists() else cfg.data.source,
+        "source": str(source.absolute()),
         "files": known,
         "options": {name: cfg.data[name] for name in ("max_steps", "clip")},
         "replay": OmegaConf.to_container(cfg.replay, resolve=True),
