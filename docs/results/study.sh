@@ -75,7 +75,11 @@ learn) # whether each agent learns at all: one seed, no comparison
         total_frames=8000 random_frames=1500 replay_ratio=1 lr=0.0003,0.001
     sweep recipes/redq.py learn env=InvertedPendulum replay=uniform num_critics=2 dropout=0.01 \
         layer_norm=true total_frames=8000 random_frames=1500 replay_ratio=1 lr=0.0003,0.001
-    sweep recipes/sunrise.py learn env=InvertedPendulum replay=uniform total_frames=8000 lr=0.001
+    sweep recipes/redq.py learn env=InvertedPendulum replay=uniform \
+        total_frames=4000 random_frames=1500 replay_ratio=10
+    sweep recipes/redq.py learn env=InvertedPendulum replay=uniform num_critics=2 dropout=0.01 \
+        layer_norm=true total_frames=4000 random_frames=1500 replay_ratio=10
+    sweep recipes/sunrise.py learn env=InvertedPendulum replay=uniform total_frames=12000 lr=0.001
     sweep recipes/sunrise.py learn env=HalfCheetah replay=uniform total_frames=30000
     sweep recipes/redq.py learn env=HalfCheetah replay=uniform total_frames=10000
     ;;
