@@ -107,7 +107,7 @@ def make_losses(cfg: DictConfig, agent: IQLLoss) -> Callable[[Weights, Batch], R
             "loss_qvalue": batch.mean(distances.sum(0)),
             "loss_value": batch.mean(side * advantage.square()),
             "loss_actor": batch.mean(-trust * log_prob),
-            "entropy": -log_prob.detach().mean(),
+            "entropy": policy.entropy().detach().sum(-1).mean(),
         }
         return found, (values - goal).detach().abs().mean(0)
 

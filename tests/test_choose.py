@@ -57,14 +57,14 @@ def on_learning():
     gaps = by_seed("pairings", "HalfCheetah", "score", "ct")
     gaps += by_seed("rivals", "HalfCheetah", "score", "ct")
     *first, last = (f"{gap:+.0f}" for gap in gaps)
-    yield f"is {', '.join(first)} and {last} in three seeds"
-    assert len(gaps) == 3
+    yield f"is {', '.join(first)} and {last} in four seeds"
+    assert len(gaps) == 4
     behind = [*by_seed("pairings", "HalfCheetah", "score", "1nn")]
     behind += by_seed("rivals", "HalfCheetah", "score", "1nn")
-    *first, last = (f"{gap:,.0f}" for gap in behind)
-    assert len(behind) == 3
-    below = f"{', '.join(first)} and {last} below k = {NMER().k}."
-    yield f"In the three seeds that we have of `1nn`, which is k = 1, it ends {below}"
+    *first, last = (f"{-gap:+.0f}" for gap in behind)
+    assert [gap > 0 for gap in behind] == [True, True, True, False]
+    yield f"In four seeds of `1nn`, which is k = 1, its score is {', '.join(first)} and {last}"
+    yield f"from that of k = {NMER().k}."
     rows = table("main", "HalfCheetah")
     ends = f"{spread(rows.loc['nmer'])} and uniform replay at {spread(rows.loc['uniform'])}"
     yield f"**5**: on HalfCheetah NMER ends at {ends}, after {most} frames and in four seeds."

@@ -169,8 +169,9 @@ def test_actions_are_rescaled_from_the_bounds_of_the_task(tmp_path):
     [
         (["env=Hopper"], "observations of 4 entries, but those of Hopper-v5 have 11"),
         (["data.source=nowhere.npz"], "nowhere.npz"),
-        (["data.source=null"], "none are named; give data=FILE"),
+        (["data.source=null"], "td3_bc.py needs recorded data; give data=FILE"),
         (["total_frames=9"], "td3_bc.py acts in no environment; give total_updates alone"),
+        (["replay=ero"], "replay=ero learns from the returns of episodes that are collected"),
         (["data.clip=perhaps"], "data.clip=perhaps, but it is true or false"),
     ],
 )
@@ -293,6 +294,37 @@ def test_rows_of_both_are_neighbours_in_one_buffer(log, tmp_path):
     assert train("sac", tmp_path / "killed", *options, "resume=auto") == whole
     with pytest.raises(config.UsageError, match=r"leave one of the two out"):
         train("sac", tmp_path / "other", *options, "data.share=0.5")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data.share=0.25"], "data.share was given without data"),
+        (["data.clip=true", "data.max_steps=9"], "data.clip, data.max_steps was given without"),
+        (["data.source=LOG", "data.share=0.01"], "data.share=0.01 of batch_size=8 is less than a"),
+        (["data.source=LOG", "data.across=true", "buffer_size=9"], "would overwrite the data"),
+    ],
+)
+def test_settings_of_data_that_nothing_reads_are_refused(words, message, log, tmp_path):
+    words = [word.replace("LOG", str(log)) for word in words]
+    with pytest.raises(config.UsageError, match=re.escape(message)):
+        train("td3", tmp_path / "run", *words)
+
+
+def test_rows_in_files_give_the_same_run(log, tmp_path):
+    in_memory = learn("iql", tmp_path / "memory", log, "replay=nmer", "device=cpu")
+    options = ["replay=nmer", "device=cpu", "storage=memmap"]
+    assert learn("iql", tmp_path / "files", log, *options) == in_memory
+
+
+def test_weights_of_two_buffers_keep_their_shares():
+    first, second = make_blocks(2), make_blocks(2, seed=1)
+    weights = [torch.rand(2, ROWS) * size for size in (1.0, 0.01)]
+    joined = blocks.join_blocks(
+        [each[0]._replace(weight=w) for each, w in zip((first, second), weights, strict=True)]
+    )
+    halves = joined.weight.unflatten(1, (2, ROWS)).mean(2)
+    torch.testing.assert_close(halves, torch.ones(2, 2))
 
 
 def test_blocks_are_joined_batch_by_batch():

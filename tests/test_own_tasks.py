@@ -345,5 +345,5 @@ def test_a_run_chooses_no_module_by_its_config(arm, tmp_path):
     text = (arm / "config.yaml").read_text()
     (tmp_path / "config.yaml").write_text(re.sub("algorithm: td3", "algorithm: os", text))
     (tmp_path / "policy_best.pt").write_bytes((arm / "policy_best.pt").read_bytes())
-    with pytest.raises(UsageError, match="algorithm='os' is not known; the recipes are sac, td3"):
+    with pytest.raises(UsageError, match=r"algorithm='os' is not known; the recipes are .*sac"):
         load_policy(tmp_path)

@@ -370,8 +370,12 @@ def test_every_method_has_a_config_of_its_name():
         assert make_config("sac", f"replay={name}").replay.kind == name
 
 
-@pytest.mark.parametrize("method", METHOD_CLASSES)
-@pytest.mark.parametrize("recipe", ALGORITHMS)
+# Every method with agents whose batches differ, and every agent with the methods whose do.
+PAIRS = [(recipe, method) for recipe in ("sac", "sunrise", "td3") for method in METHOD_CLASSES]
+PAIRS += [(recipe, method) for recipe in ALGORITHMS for method in ("uniform", "nmer", "per_nmer")]
+
+
+@pytest.mark.parametrize(("recipe", "method"), dict.fromkeys(PAIRS))
 def test_every_method_trains(tmp_path, recipe, method):
     small = ["env=Hopper", "hidden=[16,16]", "batch_size=16", "eval_every=20"]
     frames = ["total_frames=60", "random_frames=30", "replay_ratio=1"]

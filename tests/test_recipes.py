@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from recipe_helpers import (
-    ALGORITHMS,
     SMALL,
+    STOCK,
     TINY,
     command,
     environment,
@@ -164,7 +164,7 @@ def test_the_replay_method_changes_neither_networks_nor_random_frames(tmp_path):
         Run(make_config("sac", *TINY, *arguments, "replay=nmer", f"resume={tmp_path / 'nmer'}"))
 
 
-@pytest.mark.parametrize("recipe", ALGORITHMS)
+@pytest.mark.parametrize("recipe", STOCK)
 def test_a_run_by_the_losses_of_torchrl_goes_on_by_those_of_the_recipe(recipe, tmp_path):
     train_and_kill(recipe, tmp_path, "losses=torchrl", "replay=per", "random_frames=20")
     rows = train(recipe, tmp_path, "replay=per", "random_frames=20", "resume=auto")

@@ -1188,3 +1188,12 @@ def test_a_project_that_cannot_be_read_is_told(tmp_path, service, project, key, 
     assert result.returncode == 1
     assert words in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_runs_without_fixed_data_are_those_from_before_and_other_data_are_another_task():
+    defaults = {"data__clip": False, "data__across": False, "data__cache": "runs/data"}
+    before, later = make_run(), make_run(data__source=None, data__share=None, **defaults)
+    assert before.config == later.config
+    some, others = (make_run(data__source=f"logs/{name}.npz", **defaults) for name in "ab")
+    tasks = {run.config["env.task"] for run in (before, some, others)}
+    assert tasks == {"Hopper-v5", "Hopper-v5 with a.npz", "Hopper-v5 with b.npz"}

@@ -193,6 +193,35 @@ def enumerate_words(words) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
+def test_words_on_agents():
+    """The table of the agents page, row by row."""
+    found = {}
+    for run in (RESULTS / "learn").glob("*env=*"):
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        name = "droq" if config.get("dropout") else config["algorithm"]
+        rows = pd.read_csv(run / "metrics.csv")
+        reached = rows.frames[rows["eval/return"] == 1000]
+        score = json.loads((run / "summary.json").read_text())["score"]
+        key = (name, config["env"]["name"], config["replay_ratio"], config["lr"])
+        found[key] = (config["total_frames"], reached, score)
+    for title, name, ratio, lr in (
+        ("DDPG", "ddpg", 1, 1e-3),
+        ("CrossQ, critics of 256 units", "crossq", 1, 1e-3),
+        ("REDQ", "redq", 10, 3e-4),
+        ("DroQ", "droq", 10, 3e-4),
+        ("SUNRISE, `lr=0.001`", "sunrise", 1, 1e-3),
+    ):
+        frames, reached, score = found[name, "InvertedPendulum", ratio, lr]
+        row = f"| {title} | {frames:,} | {ratio} | frame {reached.iloc[0]:,} | {score:.0f} |"
+        says(row, "docs/agents.md")
+    for name in ("redq", "droq"):
+        for lr in (3e-4, 1e-3):
+            frames, reached, _ = found[name, "InvertedPendulum", 1, lr]
+            assert (frames, len(reached)) == (8_000, 0)
+    frames, _, score = found["ddpg", "HalfCheetah", 1, 1e-3]
+    says(f"DDPG scores {score:.0f} after {frames:,} frames", "docs/agents.md")
+
+
 def test_words_on_the_paper():
     rows = pd.read_csv(ROOT / "recipes" / "nmer_recipes" / "results.csv")
     means = rows[(rows.algorithm == "TD3") & (rows.table == "main")].set_index(["env", "replay"])

@@ -270,7 +270,10 @@ def _flat(observations: Any, space: Any, folder: Path) -> NDArray[Any]:
 
 def _load_run(path: Path, max_steps: int | None) -> Transitions:
     try:
-        state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)["buffer"]
+        state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+        if "buffer" not in state:
+            raise ValueError("it learned from fixed data and stored no rows of its own")
+        state = state["buffer"]
         stored, length = state["_storage"]["_storage"], int(state["_storage"]["_len"])
         cursor = int(state["_writer"]["_cursor"])
         if not length:

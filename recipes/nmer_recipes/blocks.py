@@ -52,12 +52,20 @@ class Batch(NamedTuple):
 
 
 def join_blocks(blocks: Sequence[Batch]) -> Batch:
-    """Returns a block whose batches are those of several blocks `[K, B_i]` side by side."""
+    """Returns a block whose batches are those of several blocks `[K, B_i]` side by side.
+
+    Importance weights are relative to the buffer that a block was drawn from. They are scaled to a
+    mean of 1 over each batch, so that every block keeps its share of the loss.
+    """
     if len(blocks) == 1:
         return blocks[0]
     given = [entry for entry in blocks if entry.weight is not None]
     if given and len(given) < len(blocks):
         raise ValueError("Some of the blocks have importance weights and some have none.")
+    if given:
+        means = [block.weight.mean(1, keepdim=True) for block in blocks]
+        pairs = zip(blocks, means, strict=True)
+        blocks = [block._replace(weight=block.weight / mean) for block, mean in pairs]
     parts = zip(*blocks, strict=True)
     return Batch(*(None if part[0] is None else torch.cat(part, 1) for part in parts))
 

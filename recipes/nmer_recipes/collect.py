@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class UpdateCounter:
-    """Stands where a collector does in a run on fixed data: counts updates, and acts nowhere."""
+    """Replaces the collector in a run on fixed data; it only counts updates."""
 
     ended = None
 

@@ -225,6 +225,9 @@ def check_task_settings(env: DictConfig) -> None:
         )
 
 
+_OF_DATA = ("share", "across", "clip", "max_steps")  # settings that need data.source
+
+
 def check_run(cfg: DictConfig) -> None:
     """Does the same without a look at the replay method."""
     check_values(cfg)
@@ -238,6 +241,16 @@ def check_run(cfg: DictConfig) -> None:
             f"total_frames={cfg.total_frames}, but {cfg.algorithm}.py acts in no environment; give "
             "total_updates alone."
         )
+    idle = [f"data.{name}" for name in _OF_DATA if cfg.data.get(name)]
+    if cfg.data.source is None and idle:
+        raise UsageError(
+            f"{', '.join(idle)} was given without data; name them by data=FILE, or leave it out."
+        )
+    if cfg.data.get("across") and cfg.buffer_size < cfg.total_frames:
+        raise UsageError(
+            f"data.across=true with buffer_size={cfg.buffer_size}, below total_frames="
+            f"{cfg.total_frames}, would overwrite the data; raise buffer_size."
+        )
     if cfg.data.get("across") and cfg.data.share is not None:
         raise UsageError(
             f"data.share={cfg.data.share} with data.across=true, which draws from all rows alike; "
@@ -245,8 +258,8 @@ def check_run(cfg: DictConfig) -> None:
         )
     if "total_updates" in cfg and cfg.data.source is None:
         raise UsageError(
-            f"{cfg.algorithm}.py learns from data that are there, but none are named; give "
-            "data=FILE, a run directory or a Minari id: docs/howto/offline.md."
+            f"{cfg.algorithm}.py needs recorded data; give data=FILE, a run directory or a Minari "
+            "id: docs/howto/offline.md."
         )
     if cfg.eval_every > cfg.total_frames:
         raise UsageError(

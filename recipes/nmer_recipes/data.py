@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,31 +38,44 @@ def make_sources(
     size = cfg.batch_size
     if cfg.data.source is None:
         return {"buffer": Source(make_buffer(cfg, seed["replay"], directory), size)}
-    fixed = load_buffer(cfg, env, seed["data"])
     if "collector" not in cfg:
-        return {"data": Source(fixed, size)}
+        return {"data": Source(load_buffer(cfg, env, seed["data"], directory), size)}
     if cfg.data.across:
-        rows = fixed.storage.get(slice(None)).exclude("index")
-        capacity = len(rows) + min(cfg.buffer_size, cfg.total_frames)
+        rows = read_rows(cfg, env)
+        capacity = len(rows) + cfg.total_frames
         buffer = make_buffer(cfg, seed["replay"], directory, capacity=capacity)
-        buffer.extend(rows)
+        buffer.extend(rows.to(cfg.storage_device))
         return {"buffer": Source(buffer, size)}
-    share = round(size * (0.5 if cfg.data.share is None else cfg.data.share))
+    given = 0.5 if cfg.data.share is None else cfg.data.share
+    share = round(size * given)
+    if given and not share:
+        raise UsageError(
+            f"data.share={given} of batch_size={size} is less than a row; raise one of the two."
+        )
     buffer = make_buffer(cfg, seed["replay"], directory)
+    fixed = load_buffer(cfg, env, seed["data"])
     return {"data": Source(fixed, share), "buffer": Source(buffer, size - share)}
 
 
-def load_buffer(cfg: DictConfig, env: gymnasium.Env, seed: int) -> TensorDictReplayBuffer:
+def load_buffer(
+    cfg: DictConfig, env: gymnasium.Env, seed: int, directory: Path | None = None
+) -> TensorDictReplayBuffer:
     """Returns a buffer that holds the rows of `cfg.data.source`, with their neighbours looked up.
 
     The first run reads the source and looks up the neighbours, which may take minutes. It keeps
-    both in `cfg.data.cache`, from where the next run with this source and method takes them.
+    both in `cfg.data.cache`, from where the next run with this source and method takes them. With
+    `storage=memmap`, rows are in files of `directory`, where that is given.
     """
     path, kept = cache_file(cfg, env), None
     if path is not None and path.exists():
         kept = read_state(path, f"delete it, and {cfg.data.source} is read again")
     rows = read_rows(cfg, env) if kept is None else TensorDict(kept["rows"], kept["size"])
-    buffer = make_buffer(cfg, seed, capacity=len(rows))
+    buffer = make_buffer(cfg, seed, directory, capacity=len(rows))
+    if hasattr(buffer.sampler, "finish_episode"):
+        raise UsageError(
+            f"replay={cfg.replay.kind} learns from the returns of episodes that are collected, and "
+            "fixed data have none; use another method."
+        )
     buffer.extend(rows.to(cfg.storage_device))
     if kept is not None:
         buffer.sampler.load_state_dict(move_state(kept["sampler"], buffer.storage.device))
@@ -72,14 +86,16 @@ def load_buffer(cfg: DictConfig, env: gymnasium.Env, seed: int) -> TensorDictRep
     with told_of_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         sampler = move_state(buffer.sampler.state_dict(), torch.device("cpu"))
-        write_state(path, {"rows": rows.to_dict(), "size": len(rows), "sampler": sampler})
+        draft = path.with_name(f"{path.name}.{os.getpid()}")  # others may write it, too
+        write_state(draft, {"rows": rows.to_dict(), "size": len(rows), "sampler": sampler})
+        draft.replace(path)
     return buffer
 
 
 def read_rows(cfg: DictConfig, env: gymnasium.Env) -> TensorDict:
-    """Returns the rows of `cfg.data.source` with actions in [-1, 1], after it said what they are.
+    """Prints a summary of `cfg.data.source`, and returns its rows with actions in [-1, 1].
 
-    Raises a `UsageError` for rows that are none of the task's.
+    Raises a `UsageError` for rows whose widths or actions do not fit the task.
     """
     try:
         found = load_transitions(cfg.data.source, max_steps=cfg.data.max_steps)
@@ -153,6 +169,7 @@ def cache_file(cfg: DictConfig, env: gymnasium.Env) -> Path | None:
         "options": {name: cfg.data[name] for name in ("max_steps", "clip")},
         "replay": OmegaConf.to_container(cfg.replay, resolve=True),
         "bounds": [bounds.low.tolist(), bounds.high.tolist()],
+        "width": env.observation_space.shape[0],
     }
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
     return Path(cfg.data.cache) / f"{source.stem}-{cfg.replay.kind}-{digest}.pt"

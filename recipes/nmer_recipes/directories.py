@@ -22,7 +22,7 @@ from nmer_recipes.files import CHECKPOINT, resume_word, write_text
 # What may differ between a run and its continuation.
 FREE = {"resume", "run_dir", "checkpoint_every", "video", "logger"}
 FREE |= {"threads", "compile", "losses", "device", "storage_device", "storage", "collector"}
-FREE |= {"replay.search"}  # other ways to the same neighbours
+FREE |= {"replay.search", "data.cache"}  # other ways to the same neighbours, and to the same rows
 _ADDED = {
     "critic_loss": "squared",
     "data": {"source": None},

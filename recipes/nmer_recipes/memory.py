@@ -30,12 +30,9 @@ class Part(NamedTuple):
     size: int  # bytes
 
 
-def estimate(
-    cfg: DictConfig, observations: int, actions: int, rows: int | None = None
-) -> list[Part]:
-    """Returns what the full buffer of a run keeps, and where; `rows` are those of fixed data."""
-    rows = min(cfg.buffer_size, cfg.total_frames) if rows is None else rows
-    d = observations + actions
+def estimate(cfg: DictConfig, observations: int, actions: int) -> list[Part]:
+    """Returns what the full buffer of a run keeps, and where."""
+    rows, d = min(cfg.buffer_size, cfg.total_frames), observations + actions
     device, where = str(torch.device(cfg.device)), str(torch.device(cfg.storage_device))
     size = 4 * (2 * observations + actions + 1) + 1 + 8  # with reward, flag and TorchRL's index
     parts = [Part("rows", DISK if cfg.storage == "memmap" else where, rows * size)]

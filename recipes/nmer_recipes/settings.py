@@ -96,7 +96,7 @@ RANGES: dict[str, Range] = {
     "target_entropy": Range(null="for minus the number of action dimensions"),
     # TD3, REDQ and CrossQ
     "policy_delay": _COUNT,
-    # TD3 and DDPG
+    # TD3 and TD3+BC, the last also DDPG
     "target_interval": _COUNT,
     "target_noise": _SIZE,
     "target_noise_clip": _SIZE,

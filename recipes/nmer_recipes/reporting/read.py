@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -156,11 +156,15 @@ def make_run(source: str, config: Any, rows: Iterable[Mapping[str, Any]]) -> Run
     groups = {name.rpartition(".")[0] for name in flat}
     flat = {name: flat[name] for name in flat.keys() - groups}  # without a sweep's `replay: nmer`
     flat = flatten(find_added(flat)) | _up_to_date(flat)
+    if flat.get("data.source") is None:  # the other settings of data mean nothing then
+        flat = {name: value for name, value in flat.items() if not name.startswith("data.")}
     if "total_updates" in flat:
         flat["replay_ratio"] = 1  # an update is counted as a frame
     if missing := [name for name in _NEEDED if flat.get(name) is None]:
         raise BadRunError(f"its config has no {', '.join(missing)}")
     task = _name_task(flat)
+    if flat.get("data.source") is not None:  # runs on other data are no runs of the same task
+        task += f" with {PurePath(str(flat['data.source'])).name}"
     flat = {name: value for name, value in flat.items() if not _OF_TASK.match(name)}
     flat["env.task"] = task
     rows = list(rows)
