@@ -128,11 +128,12 @@ class Run:
                 (self.directory / "summary.json").unlink(missing_ok=True)  # it is taken further
                 update_config(self.directory, cfg)
             self._write_metrics()
+        unit = "update" if "total_updates" in cfg else "frame"
         self.bar = tqdm(
-            total=cfg.total_frames, desc=cfg.name, unit="frame", mininterval=1, disable=None
+            total=cfg.total_frames, desc=cfg.name, unit=unit, mininterval=1, disable=None
         )
         if self.resumed:
-            what = f"goes on in {self.directory} after frame {self.frames} of {cfg.total_frames}"
+            what = f"goes on in {self.directory} after {unit} {self.frames} of {cfg.total_frames}"
         elif cfg.resume == "auto" and not _in_sweep():
             what = f"begins in {self.directory}: resume=auto found no run to go on with"
         else:
