@@ -5,22 +5,23 @@ python recipes/td3.py env=HalfCheetah replay=uniform  # the baseline
 python recipes/td3.py env=HalfCheetah --cfg job       # every setting of that run
 
 Fujimoto, van Hoof and Meger, *Addressing Function Approximation Error in Actor-Critic Methods*
-(ICML 2018). This file has the networks, the losses and the gradient step; the loop around them,
-which all agents share, is in nmer_recipes/training.py.
+(ICML 2018). This file has the networks and the losses. The gradient step, which TD3+BC shares, is
+in nmer_recipes/delayed.py, and the loop around it, which all agents share, in
+nmer_recipes/training.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from nmer_recipes import training
 from nmer_recipes.actors import bounds, make_deterministic_actor
 from nmer_recipes.blocks import Batch
-from nmer_recipes.compiling import Results, over_blocks
+from nmer_recipes.compiling import Results
 from nmer_recipes.config import run_recipe
+from nmer_recipes.delayed import make_delayed_update
 from nmer_recipes.networks import (
     DISTANCES,
     STOCK_DISTANCES,
@@ -29,7 +30,7 @@ from nmer_recipes.networks import (
     find_weights,
     make_critic,
 )
-from nmer_recipes.optim import Adam, Moments, clip, clip_each, decay, differentiate, move_targets
+from nmer_recipes.optim import Adam
 from omegaconf import DictConfig
 from tensordict.nn import TensorDictModule
 from torch import Tensor
@@ -102,69 +103,14 @@ def make_stock_losses(
     return critic_loss, lambda _, batch: agent.actor_loss(batch.as_rows())[0]
 
 
-class Turn(NamedTuple):
-    """What else a step of the critics moves; it depends on the step's number alone."""
-
-    actor: bool
-    targets: bool
-
-
-class State(NamedTuple):
-    """What a step moves in place."""
-
-    weights: Weights
-    actor_moments: Moments
-    critic_moments: Moments
-
-
 def make_update(
     cfg: DictConfig, agent: TD3Loss
 ) -> tuple[Callable[[Batch, int], Results], dict[str, Adam]]:
     """Returns the gradient steps on a block of batches as one call, and the optimizers."""
-    delay, interval = cfg.policy_delay, cfg.target_interval
-    limit, l2, tau = cfg.grad_clip, cfg.actor_l2, cfg.tau
-    SoftUpdate(agent, tau=tau)  # makes the targets; `move_targets` moves them
+    SoftUpdate(agent, tau=cfg.tau)  # makes the targets; `move_targets` moves them
     stock = cfg.losses == "torchrl"
-    critic_loss, actor_loss = make_stock_losses(agent) if stock else make_losses(cfg, agent)
-    weights = find_weights(agent)
-    actor_optimizer = Adam(weights.actor, lr=cfg.lr)
-    critic_optimizer = Adam(weights.critics, lr=cfg.lr)
-
-    def step(state: State, batch: Batch, noise: Tensor, turn: Turn) -> Results:
-        """One step of the critics, and in their turn of the actor and of the targets."""
-        weights, actor_moments, critic_moments = state
-
-        def of_critics(critics: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            loss, errors = critic_loss(weights._replace(critics=critics), batch, noise)
-            return loss, (loss.detach(), errors)
-
-        def of_actor(actor: list[Tensor]) -> tuple[Tensor, Tensor]:
-            loss = actor_loss(weights._replace(actor=actor), batch)
-            return loss + l2 * decay(actor) if l2 else loss, loss.detach()
-
-        gradients, (loss_qvalue, errors) = differentiate(of_critics, weights.critics)
-        critic_optimizer.move(weights.critics, clip_each(gradients, limit), critic_moments)
-        losses = {"loss_qvalue": loss_qvalue}
-        if turn.actor:
-            gradients, losses["loss_actor"] = differentiate(of_actor, weights.actor)
-            actor_optimizer.move(weights.actor, clip(gradients, limit), actor_moments)
-        if turn.targets:
-            move_targets(weights, tau)
-        return losses, errors
-
-    steps = over_blocks(
-        cfg, step, lambda: State(weights, actor_optimizer.moments, critic_optimizer.moments)
-    )
-
-    def update(block: Batch, done: int) -> Results:
-        """A step on each batch of a block `[K, B]`, after so many steps."""
-        turns = tuple(
-            Turn(n % delay == 0, n % interval == 0)
-            for n in range(done + 1, done + 1 + len(block.reward))
-        )
-        return steps(block, torch.randn_like(block.action), turns)
-
-    return update, {"actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer}
+    losses = make_stock_losses(agent) if stock else make_losses(cfg, agent)
+    return make_delayed_update(cfg, find_weights(agent), *losses)
 
 
 train = partial(training.train, make_agent=make_agent, make_update=make_update)
