@@ -57,8 +57,8 @@ def on_learning():
     gaps = by_seed("pairings", "HalfCheetah", "score", "ct")
     gaps += by_seed("rivals", "HalfCheetah", "score", "ct")
     *first, last = (f"{gap:+.0f}" for gap in gaps)
-    yield f"is {', '.join(first)} and {last} in four seeds"
-    assert len(gaps) == 4
+    yield f"is {', '.join(first)} and {last} in five seeds"
+    assert len(gaps) == 5
     behind = [*by_seed("pairings", "HalfCheetah", "score", "1nn")]
     behind += by_seed("rivals", "HalfCheetah", "score", "1nn")
     *first, last = (f"{-gap:+.0f}" for gap in behind)
