@@ -49,10 +49,10 @@ def on_learning():
     nmer = runs[runs.method == "nmer"]
     assert set(nmer.replay_ratio) == {5}
     most = f"{nmer.frames.max():,}"
-    yield f"of TD3 at replay ratio 5, with up to {most} frames"
+    yield f"use TD3 at replay ratio 5, with up to {most} frames"
     least = f"{nmer.frames.min():,}"
     yield f"| up to {least} frames | `nmer` | {NMER().k} | 5 | the same |"
-    yield f"With {least} frames of InvertedDoublePendulum, ten seeds"
+    yield f"After {least} frames of InvertedDoublePendulum, ten seeds"
     yield f"{paired('pendulum', 'InvertedDoublePendulum', '+.1f')} in the score"
     gaps = by_seed("pairings", "HalfCheetah", "score", "ct")
     gaps += by_seed("rivals", "HalfCheetah", "score", "ct")
@@ -63,14 +63,16 @@ def on_learning():
     behind += by_seed("rivals", "HalfCheetah", "score", "1nn")
     *first, last = (f"{-gap:+.0f}" for gap in behind)
     assert [gap > 0 for gap in behind] == [True, True, True, False]
-    yield f"In four seeds of `1nn`, which is k = 1, its score is {', '.join(first)} and {last}"
-    yield f"from that of k = {NMER().k}."
+    yield (
+        f"In four seeds on HalfCheetah, the score of `1nn` (k = 1) minus the score of "
+        f"k = {NMER().k} is {', '.join(first)} and {last}."
+    )
     rows = table("main", "HalfCheetah")
-    ends = f"{spread(rows.loc['nmer'])} and uniform replay at {spread(rows.loc['uniform'])}"
-    yield f"**5**: on HalfCheetah NMER ends at {ends}, after {most} frames and in four seeds."
+    ends = f"{spread(rows.loc['nmer'])} and uniform replay {spread(rows.loc['uniform'])}"
+    yield f"**5**: After {most} frames of HalfCheetah, NMER scores {ends}, in four seeds."
     yield f"The difference is {paired('main', 'HalfCheetah')}."
     other = f"{paired('main', 'Hopper')} on Hopper and {paired('main', 'Walker2d')} on Walker2d"
-    yield f"After {most} frames NMER's score less that of uniform replay is {other}"
+    yield f"After {most} frames, NMER's score minus the score of uniform replay is {other}"
     minutes = [table("main", env).seconds_per_run["nmer"] / 60 for env in TASKS]
     yield f"runs of {most} frames at ratio 5 took {range_of(minutes)} minutes"
     times = [table("main", env).seconds_per_run for env in TASKS]
@@ -85,43 +87,43 @@ def on_rows():
         for n in (1_000, 100_000)
     )
     yield (
-        "With 1,000 rows of HalfCheetah the error of a mixed row's next state is "
+        "With 1,000 rows of HalfCheetah, the error of a mixed row's next state is "
         f"{few[0]} for k = 1, {few[1]} for k = 10 and {few[2]} for k = 100."
     )
-    yield f"With 100,000 rows it is {many[0]}, {many[1]} and {many[2]}"
+    yield f"With 100,000 rows, it is {many[0]}, {many[1]} and {many[2]}"
     still = {}
     for env in TASKS:
         rows = pd.read_csv(ROOT / "docs" / "manifold" / f"{env}.csv")
         still[env] = 1 - rows[(rows.method == "nmer_10") & (rows["size"] == 100_000)].changed.item()
     assert still["HalfCheetah"] == 0
     yield (
-        f"With 100,000 rows and k = 10 that leaves {still['Hopper']:.1%} of the rows of Hopper as "
-        f"they are, {still['Walker2d']:.1%} of Walker2d, and none"
+        f"With 100,000 rows and k = 10, this leaves {still['Hopper']:.1%} of the rows of Hopper "
+        f"unmixed, {still['Walker2d']:.1%} of Walker2d, and none"
     ).replace("%", " %")
     hopper, walker, cheetah = (
         errors(env, 10_000, "ct", "nmer_10") for env in ("Hopper", "Walker2d", "HalfCheetah")
     )
-    yield "With 10,000 rows the error is {:.4f} with `ct` and {:.4f} with NMER on Hopper".format(
+    yield "With 10,000 rows, the error is {:.4f} with `ct` and {:.4f} with NMER on Hopper".format(
         *hopper
     )
     yield "{:.3f} and {:.3f} on Walker2d.".format(*walker)
-    yield "On HalfCheetah it is {:.3f} and {:.3f}.".format(*cheetah)
+    yield "On HalfCheetah, it is {:.3f} and {:.3f}.".format(*cheetah)
     upkeep = benchmark("upkeep", "task", "upkeep ms per row", 200_000)
     ratios = benchmark("sample", "task", "ratio", 200_000)
     widths = benchmark("upkeep", "task", "d", 200_000)
     yield "Once 200,000 rows are stored"
     for task in upkeep.index:
-        yield f"| {task} | {widths[task]} | {upkeep[task]:.1f} ms | {ratios[task]:.1f} times |"
+        yield f"| {task} | {widths[task]} | {upkeep[task]:.1f} ms | {ratios[task]:.1f} |"
     wide = range_of([upkeep["Ant"], upkeep["Humanoid"]], ".1f")
     assert widths["Ant"] > 100 > widths["HalfCheetah"]
-    yield f"| more than 100 dimensions | `nmer` | 10 or 25 | 20 | {wide} ms for each row stored |"
+    yield f"| more than 100 dimensions | `nmer` | 10 or 25 | 20 | {wide} ms per stored row |"
     frame = f"{benchmark('train', 'replay', 'ratio')['nmer']:.1f}"
     yield f"A TD3 frame of HalfCheetah at replay ratio 20 takes {frame} times as long"
     yield f"| 100,000 frames or more | `nmer` | 10 | 20 | a frame takes {frame} times as long |"
     cost = benchmark("methods", "method", "beside uniform").map("{:.1f}".format)
     yield (
-        f"A sample of `per_nmer` takes {cost['per_nmer']} times as long as a uniform one, "
-        f"of `nmer` {cost['nmer']}, of `ct` {cost['ct']} and of `gp` {cost['gp']} times"
+        f"Sampling from `per_nmer` takes {cost['per_nmer']} times as long as from `uniform`, "
+        f"from `nmer` {cost['nmer']}, from `ct` {cost['ct']} and from `gp` {cost['gp']} times"
     )
 
 
@@ -130,33 +132,33 @@ def on_the_paper():
     folder = ROOT / "recipes" / "nmer_recipes"
     rows = pd.read_csv(folder / "paper.csv")
     nmer = rows[rows.replay == "NMER"]
-    yield "The paper's have 200,000 frames"
+    yield "The paper's comparisons have 200,000 frames"
     yield f"Alpha is {NMER().alpha} in every row"
     best = nmer[nmer.best == 1].set_index(["algorithm", "env"]).k
     assert set(best) == {10, 25}
     wide = {place for place, k in best.items() if k == 25}
     assert wide == {("TD3", "Ant"), ("SAC", "Ant"), ("SAC", "Swimmer"), ("SAC", "Walker2d")}
-    yield "The paper has k = 10, or 25 for Ant and for SAC on Swimmer and Walker2d."
+    yield "The paper uses k = 10, or 25 for Ant and for SAC on Swimmer and Walker2d."
     assert sorted(set(nmer.replay_ratio)) == [5, 20]
     assert (nmer.replay_ratio == 5).sum() == 1
     yield "The paper lists it at 20, and once at 5."
-    yield "- **1**: no evidence for NMER."
+    yield "- **1**: There is no evidence for NMER."
     yield "| time for one update per frame | `uniform` | – | 1 | none |"
     nmer, ct, uniform = (ablation("HalfCheetah", replay, 20) for replay in ("NMER", "CT", "U"))
     yield (
-        "**20**: we have no runs yet. In the paper's ablations, TD3 on HalfCheetah has "
+        "**20**: We have no runs yet. In the paper's ablations, TD3 on HalfCheetah scores "
         f"{nmer} with NMER, {ct} with `ct` and {uniform} with uniform replay."
     )
     best = rows[(rows.replay == "U") & (rows.algorithm == "TD3") & (rows.best == 1)]
     best = best.set_index("env").replay_ratio
     assert best["HalfCheetah"] == 1
-    yield f"does best at ratio 1 there, with {ablation('HalfCheetah', 'U', 1)}."
+    yield f"Uniform replay is best at ratio 1 there, with {ablation('HalfCheetah', 'U', 1)}."
     ours, theirs = (
         [ablation(env, replay, ratio or best[env]) for env in ("Ant", "Humanoid")]
         for replay, ratio in (("NMER", 20), ("U", None))
     )
-    yield f"TD3 with NMER has {ours[0]} on Ant and {ours[1]} on Humanoid, both at ratio 20."
-    yield f"Uniform replay at its best ratio has {theirs[0]} and {theirs[1]}."
+    yield f"TD3 with NMER scores {ours[0]} on Ant and {ours[1]} on Humanoid, both at ratio 20."
+    yield f"Uniform replay at its best ratio scores {theirs[0]} and {theirs[1]}."
     main = pd.read_csv(folder / "results.csv").query("table == 'main'")
     first = {}
     for algorithm, group in main.groupby("algorithm"):
