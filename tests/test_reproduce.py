@@ -5,11 +5,17 @@ import re
 import subprocess
 import sys
 
+import pandas as pd
 import pytest
+from omegaconf import OmegaConf
 from recipe_helpers import RECIPES, environment, expand, make_config
 
 import reproduce  # isort: skip
 from reproduce import Setting, Costs, commands, costs, main, tables  # isort: skip
+from nmer_recipes import paper  # isort: skip
+from nmer_recipes.reporting.cells import compare, make_cells  # isort: skip
+from nmer_recipes.reporting.read import make_run  # isort: skip
+from nmer_recipes.reporting.tables import make_table  # isort: skip
 
 pytestmark = pytest.mark.usefixtures("only_recipe_configs")
 
@@ -67,6 +73,29 @@ def test_tables_share_the_runs_that_they_have_in_common():
         cell for name, cells in TABLES.items() if "-" in name for cell in cells if not cell.given
     ]
     assert set(best) == set(TABLES["main"])
+
+
+@pytest.mark.parametrize("name", ["main", "additional", "sunrise"])
+def test_a_report_of_a_table_has_the_numbers_of_the_paper(name):
+    """From the runs of that table alone, without those of others."""
+    runs = []
+    for cell in TABLES[name]:
+        cfg = make_config(
+            cell.algorithm, f"env={cell.env}", "env.version=v4", f"replay={cell.kind}"
+        )
+        rows = [{"frames": cfg.total_frames, "eval/return": 1.0}]
+        runs.append(make_run("", OmegaConf.to_container(cfg, resolve=True), rows))
+    comparisons = compare(make_cells(runs, pytest.fail))
+    best = pd.concat(make_table(c, reps=20) for c in comparisons if c.name == "best")
+    best = best.set_index(["algorithm", "env", "method"])
+    printed = pd.read_csv(RECIPES / "nmer_recipes" / "results.csv")
+    printed = printed[printed.table == {"sunrise": "quoted"}.get(name, name)]
+    kinds = {label: kind for kind, label in paper.NAMES.items()}
+    for row in printed.itertuples():
+        place = (row.algorithm.lower(), row.env, kinds.get(row.replay))
+        if row.algorithm not in ("TD3", "SAC"):
+            place = ("td3", row.env, row.replay)  # a row without seeds
+        assert (best["paper_mean"][place], best["paper_std"][place]) == (row.mean, row.std)
 
 
 def test_costs_are_read_off_the_rows_of_a_run():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from nmer_recipes import paper
 from nmer_recipes.reporting.agents import Agent, find_agent
 from nmer_recipes.reporting.read import RunData, Tell
 
@@ -181,8 +182,9 @@ def _differing(groups: list[tuple[RunData, ...]]) -> list[str]:
 def compare(cells: Iterable[Cell]) -> list[Comparison]:
     """For each agent: every method at its best, and all methods at each replay ratio.
 
-    The best setting is the one with the highest mean score. With a single replay ratio there is
-    but that one comparison; among several, one that would have a single method is left out.
+    The best setting is the one with the highest mean score. With a single replay ratio, only that
+    ratio is compared, unless the paper's result tables have numbers for these runs that its
+    ablations do not have. Among several ratios, one with a single method is left out.
     """
     agents: dict[Agent, list[Cell]] = defaultdict(list)
     for cell in cells:
@@ -190,13 +192,25 @@ def compare(cells: Iterable[Cell]) -> list[Comparison]:
     comparisons = []
     for agent, members in sorted(agents.items()):
         ratios = sorted({cell.replay_ratio for cell in members})
-        if len(ratios) > 1:
+        if len(ratios) > 1 or any(map(_only_in_result_tables, members)):
             comparisons.append(Comparison(agent, "best", _best(members)))
         for ratio in ratios:
             equal = _best(cell for cell in members if cell.replay_ratio == ratio)
             if len(ratios) == 1 or len({cell.method for cell in equal}) > 1:
                 comparisons.append(Comparison(agent, f"ratio-{ratio:g}", equal))
     return comparisons
+
+
+def _only_in_result_tables(cell: Cell) -> bool:
+    """Whether a cell has the paper's budget and replay ratio, but its ablations lack the result."""
+    place = (cell.task.agent.key, cell.task.env, cell.method)
+    result = paper.result(*place)
+    if result is None or cell.task.frames != paper.FRAMES:
+        return False
+    if cell.replay_ratio != paper.setting("replay_ratio", *place):
+        return False
+    ablation = paper.result_at(*place, cell.replay_ratio)
+    return ablation is None or (ablation.mean, ablation.std) != (result.mean, result.std)
 
 
 def _best(cells: Iterable[Cell]) -> tuple[Cell, ...]:
