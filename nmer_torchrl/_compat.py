@@ -50,6 +50,13 @@ def entries(storage: TensorStorage) -> TensorDictBase | None:
     return inner if is_tensor_collection(inner) else None
 
 
+def note_row(storage: TensorStorage, position: int) -> None:
+    """Tells a storage that one row was written here, as its own `set` does."""
+    storage._set_last_cursor(position)
+    storage._len = min(storage._len + 1, storage.max_size)
+    storage._bump_mutation_revision()
+
+
 def relabels_goals(storage: Storage) -> bool:
     """Whether a hindsight (HER) buffer reads from this storage."""
     return any(isinstance(buffer, HERReplayBuffer) for buffer in storage._attached_entities)

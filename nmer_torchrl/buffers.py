@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler, Storage, TensorStorage
 from torchrl.envs.transforms import Transform
 
@@ -111,8 +111,8 @@ def make_replay_buffer(
         capacity: Number of rows that the buffer holds before it overwrites the oldest. It may be
             left out if `storage` is given.
         device: Device of the storage that is made here. Default: the CPU.
-        storage: A storage to use. Default: a `LazyTensorStorage`, or for pairs a `PairStorage`,
-            which reads them faster.
+        storage: A storage to use. Default: a `PairStorage`, a `LazyTensorStorage` that reads and
+            writes faster.
         transform: A transform, or a function of a batch, that is appended after the method's own
             transform, as by `buffer.append_transform`.
         prefetch: Number of batches that threads draw ahead.
@@ -147,8 +147,7 @@ def make_replay_buffer(
         )
     capacity = _check_capacity(capacity, storage)
     sampler = chosen.make_sampler(capacity)
-    make = PairStorage if hasattr(sampler, "draws") else LazyTensorStorage
-    storage = _make_storage(make, capacity, device, storage)
+    storage = _make_storage(capacity, device, storage)
     if not chosen.any_storage:
         check_layout(storage)
     own = chosen.make_transform(sampler)
@@ -239,7 +238,6 @@ def _check_capacity(capacity: int | None, storage: Storage | None) -> int:
 
 
 def _make_storage(
-    make: type[LazyTensorStorage],
     capacity: int,
     device: torch.device | str | None,
     storage: Storage | None,
@@ -249,7 +247,7 @@ def _make_storage(
             place = torch.device("cpu" if device is None else device)
         except (TypeError, RuntimeError) as error:
             raise ValueError(f"device={device!r} is not a valid device: {error}") from None
-        return make(capacity, device=place)
+        return PairStorage(capacity, device=place)
     if device is not None:
         raise ValueError(
             f"device={device!r} has no effect on a given storage; remove it, and make the storage "

@@ -1,4 +1,4 @@
-"""A storage that reads pairs faster."""
+"""A storage that reads and writes faster than TorchRL's."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from nmer_torchrl.functional import as_rows
 
 
 class PairStorage(LazyTensorStorage):
-    """A `LazyTensorStorage` that reads the `[B, 2]` positions of a pair sampler faster.
+    """A `LazyTensorStorage` that reads batches and writes single rows faster.
 
-    What it returns is the same. Each entry is gathered by `index_select`, all anchors first and
-    then all partners, which leaves both contiguous for the fold. Rows are read and written under a
-    lock that processes share, so that none is read while `buffer[i] = row`, which takes no such
-    lock, writes it in another process. `make_replay_buffer` uses this storage unless it is given
-    one.
+    The results are the same. Each entry is gathered by `index_select`. Of the `[B, 2]` positions of
+    a pair sampler it gathers all anchors first and then all partners, which leaves both contiguous
+    for the fold. A single row is copied entry by entry. Rows are read and written under a lock that
+    processes share, so that none is read while `buffer[i] = row`, which takes no such lock, writes
+    it in another process. `make_replay_buffer` uses this storage unless it is given one.
 
     Examples:
         >>> import torch
@@ -40,10 +40,12 @@ class PairStorage(LazyTensorStorage):
     def get(self, index: Any) -> Any:
         """Reads the rows at these positions."""
         with _compat.revision_lock(self):
-            if isinstance(index, Tensor) and index.ndim == 2 and len(self):
-                data = _compat.entries(self)
-                if type(data) is TensorDict:
+            data: Any = _compat.entries(self)
+            if isinstance(index, Tensor) and type(data) is TensorDict and len(self):
+                if index.ndim == 2:
                     return _read_pairs(data, index.T, index.T.reshape(-1))
+                if index.ndim == 1 and index.dtype is torch.long and data.ndim == 1:
+                    return _read_rows(data, index)
             return super().get(index)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -55,6 +57,14 @@ class PairStorage(LazyTensorStorage):
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Writes rows to these positions."""
         with _compat.revision_lock(self):
+            if type(cursor) is int and type(data) is TensorDict and set_cursor:
+                stored = _compat.entries(self)
+                pairs = _match(stored, data) if type(stored) is TensorDict else None
+                if pairs is not None:
+                    for target, value in pairs:
+                        target[cursor] = value
+                    _compat.note_row(self, cursor)
+                    return
             rows, device = cursor, _compat.rows_device(self)
             if isinstance(cursor, Tensor) and cursor.ndim == 1 and device.type != "cpu":
                 # TorchRL, and the samplers, would each wait for the device to look at them.
@@ -76,6 +86,40 @@ def move_state(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
             moved[name] = move_state(value, device)
     _compat.move_metadata(moved, device)
     return moved
+
+
+def _read_rows(data: TensorDict, index: Tensor) -> TensorDictBase:
+    """Rows `[n, ...]` at positions `[B]`."""
+    entries: dict[str, Any] = {}
+    for name, value in data.items():
+        if isinstance(value, Tensor):
+            entries[name] = value.index_select(0, index)
+        elif type(value) is TensorDict:
+            entries[name] = _read_rows(value, index)
+        else:
+            entries[name] = value[index]
+    return _compat.make_tensordict(entries, index.shape + data.batch_size[1:], data.device)
+
+
+def _match(stored: TensorDict, row: TensorDict) -> list[tuple[Tensor, Tensor]] | None:
+    """Returns each stored entry `[n, ...]` with the row's `[...]`, or None if they do not match."""
+    targets, values = dict(stored.items()), dict(row.items())
+    if row.batch_size != stored.batch_size[1:] or targets.keys() != values.keys():
+        return None
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for name, value in values.items():
+        target: Any = targets[name]
+        if type(value) is TensorDict and type(target) is TensorDict:
+            inner = _match(target, value)
+        elif type(value) is Tensor and type(target) is Tensor:
+            fits = value.shape == target.shape[1:] and value.device == target.device
+            inner = [(target, value)] if fits else None
+        else:
+            inner = None
+        if inner is None:
+            return None
+        pairs += inner
+    return pairs
 
 
 def _read_pairs(data: TensorDict, index: Tensor, flat: Tensor) -> TensorDictBase:

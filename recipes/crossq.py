@@ -32,7 +32,7 @@ from nmer_recipes.networks import (
     Weights,
     find_weights,
 )
-from nmer_recipes.optim import Adam, Moments, clip, clip_each, copy_all, decay, differentiate
+from nmer_recipes.optim import Adam, Moments, clip, clip_each, decay, differentiate
 from omegaconf import DictConfig
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import Tensor, nn
@@ -192,14 +192,14 @@ def make_update(
 
         gradients, (loss_qvalue, errors, moved) = differentiate(of_critics, weights.critics)
         critic_optimizer.move(weights.critics, clip_each(gradients, limit), critic_moments)
-        copy_all(weights.critic_statistics, moved)
+        torch._foreach_copy_(weights.critic_statistics, moved)
         losses = {"loss_qvalue": loss_qvalue}
         if moves_actor:
             learned = [*weights.actor, *weights.log_alpha]
             gradients, (of_policy, moved) = differentiate(of_actor, learned)
             clipped = [*clip(gradients[:-1], limit), *clip(gradients[-1:], limit)]
             actor_optimizer.move(learned, clipped, actor_moments)
-            copy_all(weights.actor_statistics, moved)
+            torch._foreach_copy_(weights.actor_statistics, moved)
             losses |= of_policy
         return losses, errors
 

@@ -200,15 +200,17 @@ RECIPES = {
     "nmer_recipes/checkpoint.py": {"_rng"},  # of TorchRL's samplers, whose state names a device
     "nmer_recipes/compiling.py": {"_dynamo"},  # torch's, a setting of the compiler
     "nmer_recipes/envs.py": {"_elapsed_steps"},  # Gymnasium's
+    "crossq.py": {"_foreach_copy_"},  # torch's
     "nmer_recipes/optim.py": {  # torch's
         "_foreach_add",
-        "_foreach_addcmul",
+        "_foreach_add_",
+        "_foreach_addcmul_",
         "_foreach_div",
-        "_foreach_lerp",
         "_foreach_lerp_",
         "_foreach_mul",
+        "_foreach_mul_",
         "_foreach_sqrt",
-        "_foreach_sub",
+        "_foreach_sub_",
     },
 }
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import loops
 import numpy as np
 import pandas as pd
+import peers
 import plain
 import pytest
 import torch
@@ -236,7 +237,7 @@ def test_whole_frames_are_timed_after_some_that_warm_up():
     assert loops.count_frames(3, 20) == (2, 1)
 
 
-def test_a_loop_of_stable_baselines_is_that_of_the_agent(monkeypatch):
+def test_a_peer_is_told_to_be_the_same_agent(monkeypatch):
     made = []
 
     class Model:
@@ -247,12 +248,20 @@ def test_a_loop_of_stable_baselines_is_that_of_the_agent(monkeypatch):
             for callback.num_timesteps in range(1, steps + 1):
                 assert callback._on_step()
 
-    names = {"DDPG": Model, "TD3": None, "SAC": None}
-    monkeypatch.setitem(sys.modules, "stable_baselines3", SimpleNamespace(**names))
-    common = SimpleNamespace(BaseCallback=object)
+    def run(command, **_):
+        package, name, *numbers = command[2:]
+        hidden = numbers.index("--hidden")
+        given = {k: int(v) for k, v in (x[2:].split("=") for x in numbers[:hidden])}
+        given["hidden"] = [int(x) for x in numbers[hidden + 1 :]]
+        return SimpleNamespace(stdout=f"{peers.time_peer(package, name, **given)}\n")
+
+    callbacks = SimpleNamespace(BaseCallback=object)
+    monkeypatch.setitem(sys.modules, "sbx", SimpleNamespace(DDPG=Model))
+    monkeypatch.setitem(sys.modules, "stable_baselines3", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "stable_baselines3.common", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "stable_baselines3.common.callbacks", common)
-    assert loops.time_loop("stable-baselines3", "ddpg", 1, updates=4) > 0
+    monkeypatch.setitem(sys.modules, "stable_baselines3.common.callbacks", callbacks)
+    monkeypatch.setattr(loops, "subprocess", SimpleNamespace(run=run, PIPE=None))
+    assert loops.time_loop("SBX", "ddpg", 1, updates=4) > 0
     (options,) = made
     assert options["policy_kwargs"] == {"net_arch": [400, 300]}
     assert (options["batch_size"], options["learning_starts"]) == (100, 1)
@@ -263,7 +272,8 @@ def run_main(monkeypatch, tmp_path, *arguments):
     asked = []
 
     def run(command, **_):
-        loop, algorithm, ratio, *more = command[command.index("--one") + 1 :]
+        loop, algorithm, ratio, peers, python, *more = command[command.index("--one") + 1 :]
+        assert (peers, python) == ("--peers", sys.executable)
         asked.append((algorithm, int(ratio), loop, *more))
         return SimpleNamespace(returncode=0, stdout=f"a word\n{loops.LOOPS.index(loop) + 1.0}\n")
 
@@ -285,13 +295,17 @@ def test_the_table_has_a_row_for_each_agent_and_ratio(monkeypatch, tmp_path, cap
         ("CrossQ, critics of 256 units", 1),
         ("SUNRISE", 1),
     ]
-    assert len(asked) == 9 * 4 - 4
-    assert ("redq", 20, "stable-baselines3") not in asked
+    assert len(asked) == 9 * 5 - 4 * 2
+    assert ("redq", 20, "SBX") not in asked
     committed = pd.read_csv(RECIPES.parent / "docs" / "benchmarks" / "loops.csv")
     assert list(table) == list(committed)
-    assert list(table.iloc[0, 2:]) == [1, 1 / 2, 1 / 3, 1 / 4, 3, 3 / 2, 4, 2]
-    assert list(table.iloc[:, 2:].fillna(0).iloc[5]) == [1, 0, 1 / 3, 1 / 4, 3, 0, 4, 0]
-    assert "| REDQ | 20 | 1 |  | 0.333 | 0.25 | 3 |  | 4 |  |" in capsys.readouterr().out
+    rates, ratios = [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5], [4, 2, 4 / 3, 5, 5 / 2, 5 / 3]
+    assert list(table.iloc[0, 2:]) == pytest.approx([*rates, *ratios])
+    alone = [1, 0, 0, 1 / 4, 1 / 5, 4, 0, 0, 5, 0, 0]
+    assert list(table.iloc[:, 2:].fillna(0).iloc[5]) == pytest.approx(alone)
+    assert "| REDQ | 20 | 1 |  |  | 0.25 | 0.2 | 4 |  |  | 5 |  |  |" in capsys.readouterr().out
+    rounds = pd.read_csv(tmp_path / "loops_rounds.csv")
+    assert (len(rounds), rounds["ms"].max()) == (37, 5_000)
 
 
 def test_agents_ratios_and_updates_can_be_chosen(monkeypatch, tmp_path):

@@ -71,3 +71,48 @@ def test_pair_buffers_use_it_and_sample_what_a_plain_storage_gives():
         batches.append(buffer.sample())
     assert isinstance(make_replay_buffer("mixup", capacity=5, batch_size=1).storage, PairStorage)
     assert (batches[0] == batches[1]).all()
+
+
+def make_row(seed: int) -> TensorDict:
+    torch.manual_seed(seed)
+    after = TensorDict(reward=torch.randn(1), done=torch.rand(1) < 0.5)
+    return TensorDict(observation=torch.randn(3), next=after)
+
+
+def test_single_rows_are_written_and_batches_read_as_by_torchrl():
+    pair, plain = PairStorage(4), LazyTensorStorage(4)
+    for storage in (pair, plain):
+        for position in (0, 1, 2, 3, 1):  # the last overwrites a row
+            storage.set(position, make_row(len(storage) + position))
+    index = torch.tensor([3, 1, 1, 0])
+    for found, wanted in ((pair.get(index), plain.get(index)), (pair[:], plain[:])):
+        assert found.batch_size == wanted.batch_size
+        assert (found == wanted).all()
+    assert len(pair) == len(plain) == 4
+    assert pair._last_cursor == plain._last_cursor == 1
+    assert pair._mutation_revision == plain._mutation_revision
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda row: row.set("more", torch.zeros(2)),  # an entry that was not there
+        lambda row: row.exclude("observation"),
+        lambda row: row.set("observation", torch.ones(1)),  # which is repeated
+        lambda row: row.set("next", row["next"].exclude("done")),
+        lambda row: row.set("observation", torch.arange(3)),  # another dtype
+    ],
+)
+def test_unusual_single_rows_are_written_as_by_torchrl(change):
+    pair, plain = PairStorage(4), LazyTensorStorage(4)
+    outcomes = []
+    for storage in (pair, plain):
+        storage.set(0, make_row(0))
+        storage.set(1, make_row(1))
+        try:
+            storage.set(1, change(make_row(2)))
+            outcomes.append(storage.get(torch.arange(2)))
+        except Exception as error:
+            outcomes.append(type(error))
+    first, second = outcomes
+    assert (first == second).all() if isinstance(first, TensorDict) else first is second

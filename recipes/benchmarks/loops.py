@@ -1,15 +1,15 @@
-"""Updates per second of the recipes beside plain PyTorch loops and Stable-Baselines3.
+"""Updates per second of the recipes beside plain PyTorch loops, Stable-Baselines3 and SBX.
 
-    pip install stable-baselines3
-    python recipes/benchmarks/loops.py                          # every agent
+    python -m venv peers && peers/bin/pip install sbx-rl "gymnasium[mujoco]"  # both libraries
+    python recipes/benchmarks/loops.py --peers peers/bin/python  # every agent
     python recipes/benchmarks/loops.py --algorithms sac redq --ratios 1
     python recipes/benchmarks/loops.py --loops plain recipe     # without what takes long to compile
     python recipes/benchmarks/loops.py --updates 20 --rounds 1  # whether all of it runs
 
-Uniform replay on HalfCheetah-v5 with equal networks, batches and replay ratios, one thread. Each
-loop runs in a process of its own, in turns, and is timed over whole frames after some for warming
-up: environment, storing, sampling and updates count, evaluation does not. Stable-Baselines3 has
-TD3, SAC and DDPG alone.
+Uniform replay on HalfCheetah-v5 with equal networks, batches and replay ratios. Each loop runs in a
+process of its own on the same core, with one thread, in turns. It is timed over whole frames after
+some for warming up: environment, storing, sampling and updates count, evaluation and compiling do
+not. Of the agents here, Stable-Baselines3 and SBX have TD3, SAC and DDPG.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from measure import write_table
 from tqdm import tqdm
 
 RECIPES = Path(__file__).parents[1]
-LOOPS = ("plain", "stable-baselines3", "recipe", "recipe, compiled")
+LOOPS = ("plain", "SB3", "SBX", "recipe", "recipe, compiled")
+PEERS = {"SB3": "stable_baselines3", "SBX": "sbx"}
 
 
 class Setup(NamedTuple):
@@ -51,7 +52,7 @@ class Setup(NamedTuple):
         updates: That are timed.
         recipe: The recipe's file, if it is not named after the agent.
         options: What else the recipe needs to be told to be the same as the plain agent.
-        stable: The name of the agent in Stable-Baselines3, if it is there.
+        stable: The name of the agent in Stable-Baselines3 and SBX, if they have it.
     """
 
     name: str
@@ -119,33 +120,16 @@ def time_plain(algorithm: str, ratio: int, updates: int) -> float:
     return (time.perf_counter() - begin) / (frames * ratio)
 
 
-def time_stable_baselines(algorithm: str, ratio: int, updates: int) -> float:
-    """Returns the seconds for each update of Stable-Baselines3."""
-    import stable_baselines3
-    from stable_baselines3.common.callbacks import BaseCallback
-
+def time_peer(loop: str, algorithm: str, ratio: int, updates: int, python: str) -> float:
+    """Returns the seconds for each update of Stable-Baselines3 or SBX, run by that Python."""
     setup, (frames, warm_up) = AGENTS[algorithm], count_frames(updates, ratio)
-    times: dict[int, float] = {}
-
-    class Watch(BaseCallback):
-        def _on_step(self) -> bool:
-            times[self.num_timesteps] = time.perf_counter()
-            return True
-
     assert setup.stable is not None
-    model = getattr(stable_baselines3, setup.stable)(
-        "MlpPolicy",
-        gymnasium.make("HalfCheetah-v5"),
-        buffer_size=2 * frames,
-        learning_starts=frames - warm_up,
-        batch_size=setup.batch,
-        train_freq=1,
-        gradient_steps=ratio,
-        policy_kwargs={"net_arch": list(setup.hidden)},
-        device="cpu",
-    )
-    model.learn(2 * frames + 1, callback=Watch())
-    return (times[2 * frames + 1] - times[frames + 1]) / (frames * ratio)
+    command = [python, f"{RECIPES}/benchmarks/peers.py", PEERS[loop], setup.stable]
+    numbers = {"ratio": ratio, "frames": frames, "first": warm_up, "batch": setup.batch}
+    command += [f"--{name}={value}" for name, value in numbers.items()]
+    command += ["--hidden", *map(str, setup.hidden)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return float(done.stdout.split()[-1])
 
 
 def time_recipe(algorithm: str, ratio: int, updates: int, *, compiled: bool) -> float:
@@ -184,31 +168,39 @@ def time_recipe(algorithm: str, ratio: int, updates: int, *, compiled: bool) -> 
     return busy / float(row["time/updates_per_second"])
 
 
-def time_loop(loop: str, algorithm: str, ratio: int, updates: int | None = None) -> float:
-    """Returns the seconds for each update of one of `LOOPS`, in this process."""
+def time_loop(
+    loop: str, algorithm: str, ratio: int, updates: int | None = None, peers: str = sys.executable
+) -> float:
+    """Returns the seconds for each update of one of `LOOPS`; `peers` is the Python of others."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     updates = updates or AGENTS[algorithm].updates
     if loop == "plain":
         return time_plain(algorithm, ratio, updates)
-    if loop == "stable-baselines3":
-        return time_stable_baselines(algorithm, ratio, updates)
+    if loop in PEERS:
+        return time_peer(loop, algorithm, ratio, updates, peers)
     return time_recipe(algorithm, ratio, updates, compiled=loop == "recipe, compiled")
+
+
+def stay_on_one_core() -> None:
+    """Keeps this process, and those that it starts, on the last core that it may use."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
 def has_loop(loop: str, algorithm: str) -> bool:
     """Returns whether an agent has such a loop."""
-    return loop != "stable-baselines3" or AGENTS[algorithm].stable is not None
+    return loop not in PEERS or AGENTS[algorithm].stable is not None
 
 
 def make_row(algorithm: str, ratio: int, seconds: Mapping[str, float]) -> dict[str, Any]:
     """Returns a row of the table from the seconds of each loop; a loop that is missing is empty."""
     row: dict[str, Any] = {"algorithm": AGENTS[algorithm].name, "replay ratio": ratio}
     row |= {f"{loop}, updates/s": 1 / seconds[loop] if loop in seconds else "" for loop in LOOPS}
-    for loop in LOOPS[2:]:
-        for other, name in zip(LOOPS, ("plain", "SB3"), strict=False):
+    for loop in LOOPS[3:]:
+        for other in LOOPS[:3]:
             both = loop in seconds and other in seconds
-            row[f"{loop} / {name}"] = seconds[loop] / seconds[other] if both else ""
+            row[f"{loop} / {other}"] = seconds[loop] / seconds[other] if both else ""
     return row
 
 
@@ -223,17 +215,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--updates", type=int, help="that are timed; by default 300 to 1,500")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    parser.add_argument("--peers", default=sys.executable, help="Python with SB3 and SBX")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.one:
         loop, algorithm, ratio = args.one
-        print(time_loop(loop, algorithm, int(ratio), args.updates))
+        print(time_loop(loop, algorithm, int(ratio), args.updates, args.peers))
         return
     args.out.mkdir(parents=True, exist_ok=True)
     tasks = [(a, r) for a in args.algorithms for r in args.ratios or AGENTS[a].ratios]
     turns = [(*task, loop) for task in tasks for loop in args.loops if has_loop(loop, task[0])]
     times: dict[tuple[str, int, str], list[float]] = {turn: [] for turn in turns}
-    more = ["--updates", str(args.updates)] if args.updates else []
+    more = ["--peers", args.peers, *(["--updates", str(args.updates)] if args.updates else [])]
     bar = tqdm(total=args.rounds * len(turns), unit="loop")
     for _ in range(args.rounds):
         for algorithm, ratio, loop in turns:
@@ -243,6 +236,7 @@ def main(arguments: list[str] | None = None) -> None:
                 capture_output=True,
                 text=True,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
+                preexec_fn=stay_on_one_core,
             )
             if done.returncode:
                 raise SystemExit(f"{loop} of {algorithm} failed:\n{done.stderr}")
@@ -255,6 +249,12 @@ def main(arguments: list[str] | None = None) -> None:
         medians = {loop: statistics.median(each) for loop, each in found.items() if each}
         results.append(make_row(*task, medians))
     write_table(results, args.out / "loops.csv")
+    rounds = [
+        {"algorithm": AGENTS[a].name, "replay ratio": r, "loop": loop, "round": n, "ms": 1e3 * each}
+        for (a, r, loop), found in times.items()
+        for n, each in enumerate(found, 1)
+    ]
+    write_table(rounds, args.out / "loops_rounds.csv")
 
 
 if __name__ == "__main__":

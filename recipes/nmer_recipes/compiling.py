@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
-from torch._higher_order_ops import scan  # a loop that torch.compile does not unroll
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from nmer_recipes.blocks import Batch
 from nmer_recipes.errors import UsageError
 
-_WORTH = 20_000  # updates from which on compiling, about a minute, pays
+_WORTH = 50_000  # updates from which compiling, about a minute, saves time
 _WARM_UP = 3  # calls before a CUDA graph is captured, in which a function is compiled and tuned
 
 Results = tuple[dict[str, Tensor], Tensor]  # losses by name, and the TD errors of the rows
@@ -44,75 +42,20 @@ def make_steps(step: Callable[..., Results]) -> Callable[..., Results]:
     return run
 
 
-def make_loop(step: Callable[..., Results]) -> Callable[..., Results]:
-    """Returns the same as a pure loop, of which `torch.compile` makes one graph without a break.
-
-    Unrolled, the steps would take K times as long to compile. The loop's body is as many steps as
-    the constants take to repeat; what remains of the block follows it.
-    """
-    plain = make_steps(step)
-
-    @torch.no_grad()
-    def run(state: Any, block: Batch, noise: Tensor, *constants: tuple[Hashable, ...]) -> Results:
-        period = find_period(constants, len(noise))
-        loops = len(noise) // period
-        if loops < 2:
-            return plain(state, block, noise, *constants)
-        entries = {name: entry for name, entry in block._asdict().items() if entry is not None}
-        leaves, form = tree_flatten(state)
-        inside, turn = loops * period, [constant[:period] for constant in constants]
-
-        def body(moving: list[Tensor], rows: dict[str, Tensor]) -> tuple[list[Tensor], Results]:
-            moved = [tensor.clone() for tensor in moving]  # a loop changes nothing in place
-            some = Batch(**{name: rows[name] for name in entries})
-            return moved, plain(tree_unflatten(moved, form), some, rows["noise"], *turn)
-
-        rows = {**entries, "noise": noise}
-        rows = {name: x[:inside].unflatten(0, (loops, period)) for name, x in rows.items()}
-        moved, results = scan(body, [x.detach().clone() for x in leaves], rows)
-        for old, new in zip(leaves, moved, strict=True):
-            old.copy_(new)
-        results = tree_map(lambda values: values.flatten(0, 1), results)
-        if inside == len(noise):
-            return results
-        rest = Batch(**{name: entry[inside:] for name, entry in entries.items()})
-        tail = [constant[inside:] for constant in constants]
-        return join(results, plain(state, rest, noise[inside:], *tail))
-
-    return run
-
-
-def join(first: Results, second: Results) -> Results:
-    """Returns the results of some steps and of those after them; losses may be missing."""
-    losses = {
-        name: torch.cat([part[name] for part in (first[0], second[0]) if name in part])
-        for name in {**first[0], **second[0]}
-    }
-    return losses, torch.cat([first[1], second[1]])
-
-
-def find_period(constants: tuple[tuple[Hashable, ...], ...], count: int) -> int:
-    """Returns the number of steps after which all constants `[count]` repeat."""
-    for period in range(1, count):
-        if all(c[period:] == c[: count - period] for c in constants):
-            return period
-    return count
-
-
 def over_blocks(
     cfg: DictConfig, step: Callable[..., Results], get_state: Callable[[], Any]
 ) -> Callable[..., Results]:
     """Returns a call that makes a gradient step on each batch of a block `[K, B]`.
 
-    Where `cfg.compile` says so, the steps are compiled as one function, and run as a CUDA graph on
-    CUDA.
+    If `cfg.compile` says so, the step is compiled. On CUDA, all steps of the block then run as one
+    CUDA graph.
 
     Args:
-        cfg: Of the run.
-        step: Takes the agent's state, which it moves in place, a batch, its noise and constants.
+        cfg: The run's config.
+        step: Takes the agent's state, which it changes in place, a batch, its noise and constants.
         get_state: Returns that state, a tree of tensors.
     """
-    steps = maybe_compile(cfg, step)
+    steps = make_steps(maybe_compile(cfg, step))
 
     def update(block: Batch, noise: Tensor, *constants: tuple[Hashable, ...]) -> Results:
         return steps(get_state(), block, noise, *constants)
@@ -121,35 +64,32 @@ def over_blocks(
 
 
 def maybe_compile(cfg: DictConfig, step: Callable[..., Results]) -> Callable[..., Results]:
-    """Returns the gradient steps on a block, compiled as a whole where `cfg.compile` says so.
+    """Returns the gradient step, compiled if `cfg.compile` says so.
 
-    Losses, gradients, optimizer and targets of all steps become one function without a break.
+    Losses, gradients, optimizer and targets become one function without a graph break.
     """
     if not is_worth_it(cfg):
-        return make_steps(step)
-    # Blocks may differ in length, and in which steps move the actor: a graph for each.
+        return step
+    # One graph for each value of the constants, such as whether a step moves the actor.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    return torch.compile(make_loop(step), fullgraph=True, dynamic=False)
+    return torch.compile(torch.no_grad()(step), fullgraph=True, dynamic=False)
 
 
 def maybe_capture(cfg: DictConfig, update: Callable[..., Results]) -> Callable[..., Results]:
-    """Returns the update of a block, run as a CUDA graph where its steps are compiled for CUDA."""
+    """Returns the update of a block, run as a CUDA graph if its steps are compiled for CUDA."""
     on_cuda = torch.device(cfg.device).type == "cuda"
     return Captured(update) if on_cuda and is_worth_it(cfg) else update
 
 
 def is_worth_it(cfg: DictConfig) -> bool:
-    """Returns whether to compile: as `cfg.compile` says, or for long runs on CUDA if that works.
+    """Returns whether to compile: as `cfg.compile` says or, if it is `auto`, for long runs.
 
-    On a CPU compiling gains little, since the products take nearly all of the time. TorchRL's
-    losses are called as they are.
+    With `auto`, the machine must be able to compile. TorchRL's losses are never compiled.
     """
-    if cfg.get("losses") == "torchrl":
+    if cfg.get("losses") == "torchrl" or cfg.compile is False:
         return False
     frames = cfg.total_frames - cfg.get("random_frames", 0)
-    updates = frames * cfg.get("replay_ratio", 1)
-    on_cuda = torch.device(cfg.device).type == "cuda"
-    if cfg.compile is False or not (cfg.compile is True or (on_cuda and updates >= _WORTH)):
+    if cfg.compile is not True and frames * cfg.get("replay_ratio", 1) < _WORTH:
         return False
     problem = why_not(cfg.device)
     if problem is not None and cfg.compile is True:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ def differentiate(
     function: Callable[[list[Tensor]], tuple[Tensor, Any]], weights: list[Tensor]
 ) -> tuple[list[Tensor], Any]:
     """Returns the gradients of a function's first result, and its second result."""
-    if torch.compiler.is_compiling():  # a compiled loop takes no other gradients
+    if torch.compiler.is_compiling():  # which has no `torch.autograd.grad`
         gradients, (_, rest) = torch.func.grad_and_value(function, has_aux=True)(weights)
         return list(gradients), rest
     with torch.enable_grad():
@@ -107,27 +107,16 @@ class Adam(torch.optim.Adam):
             )
 
     def _move_all(self, weights: list[Tensor], gradients: list[Tensor], moments: Moments) -> None:
-        """Does the same by operations on lists, which `torch.compile` fuses into one kernel.
-
-        A compiled loop takes no lists that are changed in place: results are copied one by one.
-        """
+        """Does the same with operations on lists, which `torch.compile` fuses into one kernel."""
         lr, eps, beta1, beta2 = (self._options[name] for name in ("lr", "eps", "beta1", "beta2"))
-        step = moments.steps[0] + 1  # all are the same
-        first = torch._foreach_lerp(moments.first, gradients, 1 - beta1)
-        second = torch._foreach_mul(moments.second, beta2)
-        second = torch._foreach_addcmul(second, gradients, gradients, 1 - beta2)
-        roots = torch._foreach_div(torch._foreach_sqrt(second), (1 - beta2**step).sqrt())
-        moves = torch._foreach_div(first, torch._foreach_add(roots, eps))
-        moved = torch._foreach_sub(weights, torch._foreach_mul(moves, lr / (1 - beta1**step)))
-        old = [*weights, *moments.first, *moments.second, *moments.steps]
-        copy_all(old, [*moved, *first, *second, *[step] * len(weights)])
-
-
-@torch.no_grad()
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Writes tensors into others, one by one."""
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+        torch._foreach_add_(moments.steps, 1)
+        step = moments.steps[0]  # all are equal
+        torch._foreach_lerp_(moments.first, gradients, 1 - beta1)
+        torch._foreach_mul_(moments.second, beta2)
+        torch._foreach_addcmul_(moments.second, gradients, gradients, 1 - beta2)
+        roots = torch._foreach_div(torch._foreach_sqrt(moments.second), (1 - beta2**step).sqrt())
+        moves = torch._foreach_div(moments.first, torch._foreach_add(roots, eps))
+        torch._foreach_sub_(weights, torch._foreach_mul(moves, lr / (1 - beta1**step)))
 
 
 @torch.no_grad()
@@ -135,7 +124,4 @@ def move_targets(weights: Weights, tau: float) -> None:
     """Moves each target towards what it follows by the share `tau`, in place."""
     followed = [*(weights.actor if weights.target_actor else []), *weights.critics]
     targets = [*weights.target_actor, *weights.target_critics]
-    if not torch.compiler.is_compiling():
-        torch._foreach_lerp_(targets, followed, tau)
-    else:
-        copy_all(targets, torch._foreach_lerp(targets, followed, tau))
+    torch._foreach_lerp_(targets, followed, tau)

@@ -1,0 +1,73 @@
+"""Times a training loop of Stable-Baselines3 or SBX; `loops.py` runs it.
+
+    python recipes/benchmarks/peers.py sbx TD3 --ratio 20 --frames 75 --first 10
+
+It imports nothing of this project, so that the other library may have an environment of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import time
+from typing import Any
+
+# JAX would use every core for a product.
+os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+
+
+def time_peer(
+    package: str, name: str, *, ratio: int, frames: int, first: int, batch: int, hidden: list[int]
+) -> float:
+    """Returns the seconds for each update of an agent on HalfCheetah-v5.
+
+    Args:
+        package: The library, `stable_baselines3` or `sbx`.
+        name: The agent's class in it.
+        ratio: Number of updates after each frame.
+        frames: Number of frames that are timed, after as many that are not.
+        first: Number of frames with updates before those that are timed.
+        batch: Batch size.
+        hidden: Units of the layers of all networks.
+    """
+    import gymnasium
+    import torch
+    from stable_baselines3.common.callbacks import BaseCallback
+
+    torch.set_num_threads(1)
+    times: dict[int, float] = {}
+
+    class Watch(BaseCallback):  # type: ignore[misc]
+        def _on_step(self) -> bool:
+            times[self.num_timesteps] = time.perf_counter()
+            return True
+
+    options: dict[str, Any] = {} if package == "sbx" else {"device": "cpu"}
+    model = getattr(importlib.import_module(package), name)(
+        "MlpPolicy",
+        gymnasium.make("HalfCheetah-v5"),
+        buffer_size=2 * frames,
+        learning_starts=frames - first,
+        batch_size=batch,
+        train_freq=1,
+        gradient_steps=ratio,
+        policy_kwargs={"net_arch": hidden},
+        **options,
+    )
+    model.learn(2 * frames + 1, callback=Watch())
+    return (times[2 * frames + 1] - times[frames + 1]) / (frames * ratio)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("package", choices=["stable_baselines3", "sbx"])
+    parser.add_argument("name")
+    parser.add_argument("--ratio", type=int, default=1)
+    parser.add_argument("--frames", type=int, default=1_500)
+    parser.add_argument("--first", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[256, 256])
+    print(time_peer(**vars(parser.parse_args())))
