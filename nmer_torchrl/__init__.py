@@ -1,4 +1,7 @@
-"""Neighborhood Mixup Experience Replay (NMER) for TorchRL: a pair sampler and a transform."""
+"""Neighborhood Mixup Experience Replay (NMER) for TorchRL.
+
+A sampler draws pairs of neighboring transitions, and a transform mixes them.
+"""
 
 from importlib import metadata
 
@@ -18,7 +21,7 @@ from nmer_torchrl.transforms import GaussianNoise, PairMixup, StateMixup
 
 try:
     __version__ = metadata.version("nmer-torchrl")
-except metadata.PackageNotFoundError:  # run from a copy of the source, without an installation
+except metadata.PackageNotFoundError:  # imported from the source tree, not installed
     __version__ = "unknown"
 
 __all__ = [

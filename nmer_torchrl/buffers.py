@@ -110,19 +110,19 @@ def make_replay_buffer(
         batch_size: Number of rows that `sample()` returns.
         capacity: Number of rows that the buffer holds before it overwrites the oldest. It may be
             left out if `storage` is given.
-        device: Device of the storage that is made here. Default: the CPU.
-        storage: A storage to use. Default: a `PairStorage`, a `LazyTensorStorage` that reads and
+        device: Device of the storage that this function builds. Default: the CPU.
+        storage: The storage to use. Default: a `PairStorage`, a `LazyTensorStorage` that reads and
             writes faster.
         transform: A transform, or a function of a batch, that is appended after the method's own
-            transform, as by `buffer.append_transform`.
-        prefetch: Number of batches that threads draw ahead.
+            transform, as with `buffer.append_transform`.
+        prefetch: Number of batches that threads draw ahead of time.
         pin_memory: Whether `sample()` returns batches in pinned memory.
         shared: Whether several processes write to the buffer. A buffer with a `generator` cannot be
             sent to a spawned process.
         generator: Source of all randomness. Default: torch's global generator. The method's
-            transform gets a generator of its own, seeded from this one, so that a restored buffer
+            transform gets its own generator, seeded from this one, so that a restored buffer
             continues with the same batches.
-        options: The options of a method that is given by its name.
+        options: The method's options, if `method` is a name.
 
     Examples:
         >>> from nmer_torchrl import NMER, make_replay_buffer
@@ -172,7 +172,7 @@ def make_replay_buffer(
 
 
 def _refuse_options(method: Method[Any], options: Mapping[str, Any]) -> None:
-    """Raises if options were given beside a method that has its own."""
+    """Raises if options were given together with a method object."""
     for name, value in options.items():
         raise TypeError(
             f"{name}={value!r} was given beside the object {method!r}; give it to the object, as "

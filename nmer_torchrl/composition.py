@@ -89,7 +89,7 @@ def check_folded(part: Sampler | SampleUnit, buffer: ReplayBuffer) -> None:
 
 
 def find_geometry(fold: Transform) -> Any:
-    """Returns the sampler of neighbours, or the pairing, that draws for this fold now."""
+    """Returns the sampler of neighbors, or the pairing, that draws for this fold now."""
     buffer = _compat.buffer_that_draws()
     if buffer is None:
         raise RuntimeError(

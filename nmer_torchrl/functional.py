@@ -9,7 +9,7 @@ from torch import Tensor
 
 _CHUNK = 4_096
 _LARGEST = 1e37  # differences and Z-scores of numbers up to this stay within float32
-_ODD = -7046029254386353131  # 2**64 divided by the golden ratio: spreads neighbours far apart
+_ODD = -7046029254386353131  # 2**64 divided by the golden ratio: spreads neighbors far apart
 
 
 def sample_beta(
@@ -167,11 +167,11 @@ def choose_neighbor(
     padded: bool = True,
     alone: bool = True,
 ) -> Tensor:
-    """One neighbour of each anchor, uniformly among those it has.
+    """One neighbor of each anchor, uniformly among those it has.
 
     `anchor` is `[B]` positions, `neighbors` is `[B, k]` positions padded with -1 on the right.
-    An anchor without neighbours is its own partner. Two flags save operations: `padded=False` says
-    that each row has k neighbours or none at all, and `alone=False` that none is without.
+    An anchor without neighbors is its own partner. Two flags save operations: `padded=False` says
+    that each row has k neighbors or none at all, and `alone=False` that none is without.
 
     Examples:
         >>> neighbors = torch.tensor([[4, -1, -1], [-1, -1, -1]])

@@ -1,4 +1,4 @@
-"""Gaussian process regression within small neighbourhoods, many at a time."""
+"""Gaussian process regression within small neighborhoods, many at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nmer_torchrl.checks import POSITIVE
 class GaussianProcess:
     """Regression from n points, with a squared exponential kernel, for each of a batch.
 
-    With `l` the lengthscale times the mean distance between the points of a neighbourhood,
+    With `l` the lengthscale times the mean distance between the points of a neighborhood,
     `k(x, y) = exp(-|x - y|**2 / (2 l**2))`, `K` the kernel between the points plus `noise_variance`
     on its diagonal, `k` that between them and the query, and `m` the mean of their outputs, the
     prediction is `m + k^T K^-1 (Y - m)`, and its variance `1 - k^T K^-1 k`, as a share of the

@@ -22,7 +22,7 @@ from nmer_torchrl import _compat
 def synchronize(buffer: TensorDictReplayBuffer) -> None:
     """Takes up newly written rows at once instead of at the next draw.
 
-    A neighbour search then works while rows come in, and a draw waits for less. Batches are the
+    A neighbor search then works while rows come in, and a draw waits for less. Batches are the
     same either way.
 
     Examples:

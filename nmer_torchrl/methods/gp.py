@@ -18,7 +18,7 @@ class GP(Near[NeighborhoodSampler], Folding[NeighborhoodSampler]):
     """Mixes observation and action, and predicts reward and next observation there.
 
     Inputs are mixed as by `Neighborhood`. Outcomes are predicted from the anchor and its
-    neighbours by `m + k^T K^-1 (Y - m)`, with variance `1 - k^T K^-1 k` (see `GaussianProcess`).
+    neighbors by `m + k^T K^-1 (Y - m)`, with variance `1 - k^T K^-1 k` (see `GaussianProcess`).
 
     The options are those below and those of `Keyed`, `Ending`, `Near`, `Gated` and `Folding`.
 
@@ -26,8 +26,8 @@ class GP(Near[NeighborhoodSampler], Folding[NeighborhoodSampler]):
     with *Neighborhood mixup experience replay*, L4DC, 2022.
 
     Keyword Args:
-        k: Number of neighbours.
-        lengthscale: Over how many mean distances between neighbours outcomes change.
+        k: Number of neighbors.
+        lengthscale: Over how many mean distances between neighbors outcomes change.
         noise_variance: Variance of outcomes at one input, as a share of their variance.
         max_variance: Rows whose prediction has a larger variance stay unmixed.
 
@@ -53,7 +53,7 @@ class GP(Near[NeighborhoodSampler], Folding[NeighborhoodSampler]):
             )
 
     def make_sampler(self, capacity: int) -> NeighborhoodSampler:
-        """Builds the sampler of neighbourhoods."""
+        """Builds the sampler of neighborhoods."""
         return NeighborhoodSampler(self.k, **self.search_options())
 
     def make_transform(self, sampler: NeighborhoodSampler) -> GaussianProcessMixup:

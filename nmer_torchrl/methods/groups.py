@@ -65,13 +65,13 @@ class Ending(Keyed[S]):
 
 @dataclass(frozen=True, kw_only=True)
 class Near(Keyed[S]):
-    """Holds the options of methods that search neighbours.
+    """Holds the options of methods that search neighbors.
 
     Keyword Args:
-        search: The neighbour search (see `NeighborPairSampler`).
+        search: The neighbor search (see `NeighborPairSampler`).
         metric: The distance between rows: the name of a metric, such as `"mahalanobis"`, a name
             with arguments, as in `{"euclidean": {"weights": {"action": 0.5}}}`, or a metric object.
-        max_distance: Rows whose neighbours are farther away than this stay unmixed.
+        max_distance: Rows whose neighbors are farther away than this stay unmixed.
             `{"quantile": 0.9}` sets the limit from the distances of recent rows. None for no limit.
     """
 
@@ -85,7 +85,7 @@ class Near(Keyed[S]):
         make_metric(self.metric).check(self.search, tuple(self.keys))
 
     def search_options(self) -> dict[str, Any]:
-        """Returns the arguments of a neighbour sampler."""
+        """Returns the arguments of a neighbor sampler."""
         return {
             "search": self.search,
             "metric": make_metric(self.metric),

@@ -13,7 +13,7 @@ from nmer_torchrl.transforms import RewardMean
 
 @dataclass(frozen=True, kw_only=True)
 class InterpolatedRewards(Near[NeighborPairSampler], Ending[NeighborPairSampler]):
-    """Averages the reward of each row with that of one of its k nearest neighbours.
+    """Averages the reward of each row with that of one of its k nearest neighbors.
 
     The reward becomes `(r + r_partner) / 2`; all else stays the anchor's. The options are those
     below and those of `Keyed`, `Ending` and `Near`.
@@ -22,7 +22,7 @@ class InterpolatedRewards(Near[NeighborPairSampler], Ending[NeighborPairSampler]
     experiences*, IJCCI, 2020, which averages over visits of one discrete state.
 
     Keyword Args:
-        k: Number of neighbours to choose from.
+        k: Number of neighbors to choose from.
 
     Examples:
         >>> from nmer_torchrl import make_replay_buffer
@@ -34,7 +34,7 @@ class InterpolatedRewards(Near[NeighborPairSampler], Ending[NeighborPairSampler]
     k: int = option(10, COUNT)
 
     def make_sampler(self, capacity: int) -> NeighborPairSampler:
-        """Builds the sampler of neighbour pairs."""
+        """Builds the sampler of neighbor pairs."""
         return NeighborPairSampler(self.k, **self.search_options())
 
     def make_transform(self, sampler: NeighborPairSampler) -> RewardMean:

@@ -1,4 +1,4 @@
-"""Convex combinations of whole neighbourhoods."""
+"""Convex combinations of whole neighborhoods."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from nmer_torchrl.transforms import NeighborhoodMixup
 
 @dataclass(frozen=True, kw_only=True)
 class Neighborhood(Near[NeighborhoodSampler], Folding[NeighborhoodSampler]):
-    """Mixes each row with all of its k nearest neighbours.
+    """Mixes each row with all of its k nearest neighbors.
 
-    A row becomes `sum_i w_i * row_i` over the anchor and its neighbours, with weights
+    A row becomes `sum_i w_i * row_i` over the anchor and its neighbors, with weights
     `w ~ Dirichlet(alpha, ..., alpha)`; with `k=1` it is `OneNN`.
 
     The options are those below and those of `Keyed`, `Ending`, `Near`, `Gated` and `Folding`.
@@ -23,7 +23,7 @@ class Neighborhood(Near[NeighborhoodSampler], Folding[NeighborhoodSampler]):
     Source: this project; `docs/interpolation.md` compares it with pairs.
 
     Keyword Args:
-        k: Number of neighbours.
+        k: Number of neighbors.
 
     Examples:
         >>> from nmer_torchrl import make_replay_buffer
@@ -34,7 +34,7 @@ class Neighborhood(Near[NeighborhoodSampler], Folding[NeighborhoodSampler]):
     k: int = option(10, COUNT)
 
     def make_sampler(self, capacity: int) -> NeighborhoodSampler:
-        """Builds the sampler of neighbourhoods."""
+        """Builds the sampler of neighborhoods."""
         return NeighborhoodSampler(self.k, **self.search_options())
 
     def make_transform(self, sampler: NeighborhoodSampler) -> NeighborhoodMixup:

@@ -12,9 +12,9 @@ from nmer_torchrl.samplers import NeighborPairSampler
 
 @dataclass(frozen=True, kw_only=True)
 class NMER(Near[NeighborPairSampler], Pairs[NeighborPairSampler]):
-    """Mixes each row with one of its k nearest neighbours.
+    """Mixes each row with one of its k nearest neighbors.
 
-    A uniform anchor and one of its neighbours, by the distance over Z-scored observation and
+    A uniform anchor and one of its neighbors, by the distance over Z-scored observation and
     action, become `w * anchor + (1 - w) * partner` with `w ~ Beta(alpha, alpha)`. Where either is
     terminal, the anchor stays as it is.
 
@@ -24,7 +24,7 @@ class NMER(Near[NeighborPairSampler], Pairs[NeighborPairSampler]):
     Source: R. Sander et al., *Neighborhood mixup experience replay*, L4DC, 2022.
 
     Keyword Args:
-        k: Number of neighbours to choose from.
+        k: Number of neighbors to choose from.
 
     Examples:
         >>> from nmer_torchrl import NMER, make_replay_buffer
@@ -36,5 +36,5 @@ class NMER(Near[NeighborPairSampler], Pairs[NeighborPairSampler]):
     k: int = option(10, COUNT)
 
     def make_sampler(self, capacity: int) -> NeighborPairSampler:
-        """Builds the sampler of neighbour pairs."""
+        """Builds the sampler of neighbor pairs."""
         return NeighborPairSampler(self.k, **self.search_options())

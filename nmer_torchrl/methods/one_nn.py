@@ -1,4 +1,4 @@
-"""Mixup with the nearest neighbour."""
+"""Mixup with the nearest neighbor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nmer_torchrl.samplers import NeighborPairSampler
 
 @dataclass(frozen=True, kw_only=True)
 class OneNN(Near[NeighborPairSampler], Pairs[NeighborPairSampler]):
-    """Mixes each row with its nearest neighbour; in all else it is `NMER`.
+    """Mixes each row with its nearest neighbor; in all else it is `NMER`.
 
     The options are those of `Keyed`, `Ending`, `Near`, `Gated`, `Folding` and `Pairs`.
 
@@ -23,5 +23,5 @@ class OneNN(Near[NeighborPairSampler], Pairs[NeighborPairSampler]):
     """
 
     def make_sampler(self, capacity: int) -> NeighborPairSampler:
-        """Builds the sampler of neighbour pairs, with one neighbour."""
+        """Builds the sampler of neighbor pairs, with one neighbor."""
         return NeighborPairSampler(1, **self.search_options())

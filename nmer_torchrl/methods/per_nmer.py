@@ -17,7 +17,7 @@ class PERNMER(
     Pairs[PrioritizedNeighborPairSampler],
     Prioritized[PrioritizedNeighborPairSampler],
 ):
-    """Mixes rows that are drawn by priority with one of their k nearest neighbours.
+    """Mixes rows that are drawn by priority with one of their k nearest neighbors.
 
     It is `NMER` with anchors of `PER`. Both members of a pair get their share of a new TD error,
     and the importance weight of a mixed row is mixed as the row is (see
@@ -29,7 +29,7 @@ class PERNMER(
     Source: R. Sander et al., *Neighborhood mixup experience replay*, L4DC, 2022.
 
     Keyword Args:
-        k: Number of neighbours to choose from.
+        k: Number of neighbors to choose from.
 
     Examples:
         >>> from nmer_torchrl import make_replay_buffer
@@ -42,7 +42,7 @@ class PERNMER(
     k: int = option(10, COUNT)
 
     def make_sampler(self, capacity: int) -> PrioritizedNeighborPairSampler:
-        """Builds the sampler of neighbour pairs with prioritized anchors."""
+        """Builds the sampler of neighbor pairs with prioritized anchors."""
         return PrioritizedNeighborPairSampler(
             capacity, self.k, **self.search_options(), **self.priority_options()
         )

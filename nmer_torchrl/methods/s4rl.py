@@ -14,7 +14,7 @@ from nmer_torchrl.transforms import StateMixup
 
 @dataclass(frozen=True, kw_only=True)
 class S4RL(Keyed[RandomSampler]):
-    """Moves each observation towards the next: `w * s + (1 - w) * s'`, `w ~ Beta(alpha, alpha)`.
+    """Moves each observation toward the next: `w * s + (1 - w) * s'`, `w ~ Beta(alpha, alpha)`.
 
     The options are those below and those of `Keyed`.
 

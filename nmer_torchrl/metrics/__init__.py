@@ -1,6 +1,6 @@
 """Metrics: how far apart two rows are.
 
-A metric is given to a sampler of neighbours as `metric=`. It is a description that never changes;
+A metric is given to a sampler of neighbors as `metric=`. It is a description that never changes;
 what it needs to know of the rows stored now is in the *space* that it opens for a sampler.
 """
 

@@ -103,4 +103,4 @@ class Metric(ABC):
 
     @abstractmethod
     def open(self, search: SearchOption, k: int, widths: Widths, device: torch.device) -> Space:
-        """A new space for k neighbours among points that join entries of these widths."""
+        """A new space for k neighbors among points that join entries of these widths."""

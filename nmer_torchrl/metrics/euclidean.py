@@ -72,7 +72,7 @@ class ProductNorm(Metric):
 
     This is an option of the code that the authors of NMER released. It is not a metric in the
     strict sense: rows are at distance 0 as soon as their states *or* their actions agree, so that
-    neighbours are near in one of the two rather than in both. It is no norm of `(a - b) * scale`
+    neighbors are near in one of the two rather than in both. It is no norm of `(a - b) * scale`
     either, which is what most searches are made for: `"torch"` and `"keops"` serve it, exactly, by
     brute force; `"auto"` is one of them.
 

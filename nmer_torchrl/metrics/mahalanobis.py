@@ -33,7 +33,7 @@ class Mahalanobis(Metric):
     has drifted by a few percent from the current one; then all points are mapped anew. Each answer
     is ranked again, in float64, by the current one: more candidates are asked for than are wanted,
     and how far the two whitenings differ at most tells which answers are proven. For the others
-    more candidates are asked for, and in the end all points compared. So neighbours are exact under
+    more candidates are asked for, and in the end all points compared. So neighbors are exact under
     the statistics of *now* where the search is exact: `"torch"`, `"faiss"`, `"keops"` (up to
     float32), and `NeighborGraph(..., exact=True)`. The graph by default is not asked for proofs:
     its answers are the nearest of its candidates, by the statistics of now.
@@ -71,7 +71,7 @@ class Mahalanobis(Metric):
 
 
 def candidates(k: int) -> int:
-    """How many neighbours a search is asked for, so that k of them can be proven."""
+    """How many neighbors a search is asked for, so that k of them can be proven."""
     return 2 * k + 4
 
 
@@ -187,7 +187,7 @@ class WhitenedSpace(Space):
             self._least = least
 
     def _rank(self, index: Tensor, found: Tensor, k: int) -> Tensor:
-        """Candidates `[q, c]` to neighbours `[q, k]` by the current whitening, proven or scanned.
+        """Candidates `[q, c]` to neighbors `[q, k]` by the current whitening, proven or scanned.
 
         What the search left out is at least as far as the last candidate, by mapped points that
         each are off by a rounding, and `_least` times that by the current whitening.
@@ -212,7 +212,7 @@ class WhitenedSpace(Space):
         return neighbors
 
     def _scan(self, index: Tensor, k: int) -> Tensor:
-        """Neighbours `[q, k]` by distances to every point, in bounded memory."""
+        """Neighbors `[q, k]` by distances to every point, in bounded memory."""
         (points, valid), view = self.table.rows(), self.view()
         own = view.embed(points[index])
         best = own.new_empty((len(index), 0))

@@ -1,4 +1,4 @@
-"""Nearest neighbours among what is stored, behind one protocol."""
+"""Nearest neighbors among what is stored, behind one protocol."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_search(search: SearchOption) -> None:
 
 
 def make_search(search: SearchOption, k: int, device: torch.device) -> Search:
-    """Returns the search of that name for k neighbours among points on that device.
+    """Returns the search of that name for k neighbors among points on that device.
 
     `"auto"` is KeOps on CUDA and the graph elsewhere. An object is returned by `as_search`.
 

@@ -1,4 +1,4 @@
-"""The whole contract of a neighbour search, and the table of points that our searches share."""
+"""The whole contract of a neighbor search, and the table of points that our searches share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SearchName = Literal["auto", "graph", "keops", "torch", "faiss"]
 
 @runtime_checkable
 class NeighborSearch(Protocol):
-    """Nearest neighbours among points that stand at storage positions and may be replaced.
+    """Nearest neighbors among points that stand at storage positions and may be replaced.
 
     Any object with these three methods can be given to a sampler as `search`. What a search can do
     beyond them is declared in `Search`.
@@ -43,7 +43,7 @@ class NeighborSearch(Protocol):
         """The raw points `[n, d]` now stand at the positions `[n]`; what stood there is gone.
 
         Positions are distinct and on the CPU, wherever the points are. A point with a non-finite
-        entry empties its position: it is no neighbour of any other and has none itself.
+        entry empties its position: it is no neighbor of any other and has none itself.
         """
         ...
 
@@ -76,7 +76,7 @@ class Search(ABC):
     """
 
     products: bool = False  # a scale may be [g, d]: nearest is then by the product of g norms
-    exact: bool = True  # True if `query` returns the exact neighbours under the given scale
+    exact: bool = True  # True if `query` returns the exact neighbors under the given scale
     fills: bool = False  # each row of an answer has k entries wherever there are k others
     table: PointTable | None = None  # holds the points as written, on their device, if it does
 

@@ -77,7 +77,7 @@ def refine(
     *,
     complete: bool = False,
 ) -> Tensor:
-    """Candidates `[q, m]` with their frontier `[q]`, squared, to exact neighbours `[q, k]`.
+    """Candidates `[q, m]` with their frontier `[q]`, squared, to exact neighbors `[q, k]`.
 
     With `complete`, all candidates are there, at least k of them. A device is waited for once, to
     learn whether all rows are proven.
@@ -101,7 +101,7 @@ def refine(
 
 
 def scan(table: PointTable, index: Tensor, k: int, scale: Tensor) -> Tensor:
-    """Exact neighbours `[q, k]` by float64 differences to every point: slow, always right."""
+    """Exact neighbors `[q, k]` by float64 differences to every point: slow, always right."""
     points, valid = table.rows()
     scaled = [points.double() * part for part in scale.reshape(-1, points.shape[1])]
     chunks = index.split(max(1, BLOCK // max(len(points), 1)))

@@ -14,7 +14,7 @@ _SPARE = 8  # candidates beyond k, so that rounding rarely asks for a second sea
 
 
 class FaissSearch(TableSearch):
-    """Exact nearest neighbours by FAISS's flat index, on the CPU.
+    """Exact nearest neighbors by FAISS's flat index, on the CPU.
 
     A flat index holds scaled points, so it is filled anew when points or scale have changed since
     the last query: cheap beside the query itself, which compares with every point.

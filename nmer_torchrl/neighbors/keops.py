@@ -23,14 +23,14 @@ _FAR = 1e30  # beyond any squared distance under a scale that follows the points
 
 
 class KeOpsSearch(TableSearch):
-    """Nearest neighbours by one KeOps reduction over all points, on CUDA or the CPU.
+    """Nearest neighbors by one KeOps reduction over all points, on CUDA or the CPU.
 
     Distances are taken by differences in the points' dtype, so that answers are exact up to its
-    rounding: with float32, neighbours whose distances differ by less than a millionth may change
+    rounding: with float32, neighbors whose distances differ by less than a millionth may change
     places. KeOps waits for the device at the end of each reduction; nothing else here does.
 
     The scale enters the formula as a parameter, so that stored points are never rewritten. KeOps
-    compiles the formula once for each number of dimensions and of neighbours (some seconds, with a
+    compiles the formula once for each number of dimensions and of neighbors (some seconds, with a
     C++ compiler on the CPU) and keeps the result in its cache for later runs. A scale may also be
     `[g, d]`: nearest is then by the product of g norms.
 

@@ -15,7 +15,7 @@ _SPARE = 8  # candidates beyond k, so that rounding rarely asks for a second sea
 
 
 class TorchSearch(TableSearch):
-    """Exact nearest neighbours by blocks of matrix products, with nothing but torch.
+    """Exact nearest neighbors by blocks of matrix products, with nothing but torch.
 
     A scale may also be `[g, d]`: nearest is then by the product of g norms.
 

@@ -1,4 +1,4 @@
-"""What all pairings share."""
+"""Base class of all pairings."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from nmer_torchrl.tracking.rows import StoredRows
 class Pairing(SampleUnit):
     """Expands each anchor `[B]` to itself and its partners, `[B, 1 + m]`.
 
-    Pass it to a replay buffer as `sample_unit=`, beside any sampler that draws single rows. The
-    buffer needs a transform that folds the pairs, such as `PairMixup`, or one of your own; without
-    any the first `sample()` raises. An anchor without a partner is paired with itself.
+    Pass it to a replay buffer as `sample_unit=`, with any sampler that draws single rows. The
+    buffer needs a transform that folds the pairs, such as `PairMixup` or your own. Without one, the
+    first `sample()` raises an error. An anchor without a partner is paired with itself.
 
-    A subclass implements `synchronize`, which reads the rows that have changed, and `partners`.
-    One that remembers more than follows from the stored rows also extends `clear`, `state_dict` and
-    `load_state_dict`, and `mark_update` if it needs the order of writes.
+    A subclass implements `synchronize`, which reads the rows that have changed, and `partners`. If
+    it has state that cannot be rebuilt from the stored rows, it also extends `clear`, `state_dict`
+    and `load_state_dict`. If it needs the order of writes, it extends `mark_update`.
 
-    As `sample_unit=`, a pairing is told of writes from its first draw on. It reads the rows written
-    before, but does not know in which order they were written. If the order matters, pass
-    `sampler=PairSampler(unit)` instead, which is told of every write.
+    As `sample_unit=`, a pairing is notified of writes from its first draw on. It reads the rows
+    written before, but does not know the order in which they were written. If the order matters,
+    pass `sampler=PairSampler(unit)` instead, which is notified of every write.
 
     Args:
-        rows: What the pairing reads of the storage.
-        generator: Source of all randomness; `None` uses torch's global one. The buffer's generator
-            does not reach it, and its state is not part of the buffer's.
+        rows: The entries that the pairing reads from the storage.
+        generator: Source of all randomness; `None` uses torch's global one. It is independent of
+            the buffer's generator, and its state is not part of the buffer's state.
 
     Examples:
         >>> class WithTheNext(Pairing):  # whoever stands in the next position
@@ -73,11 +73,11 @@ class Pairing(SampleUnit):
 
     @abstractmethod
     def synchronize(self, storage: Storage) -> None:
-        """Takes up whatever has changed in the storage."""
+        """Reads all rows that have changed in the storage."""
 
     @abstractmethod
     def partners(self, anchor: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Returns the partners `[B]` or `[B, m]` of anchors `[B]`, after `synchronize`."""
+        """Returns the partners `[B]` or `[B, m]` of anchors `[B]`; call `synchronize` first."""
 
     def clear(self) -> None:
         """Forgets all rows; the next draw reads the whole storage."""
@@ -85,10 +85,10 @@ class Pairing(SampleUnit):
             self.rows.forget()
 
     def join(self, anchor: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Returns anchors `[B]` beside their partners, `[B, 1 + m]`, after `synchronize`."""
+        """Returns anchors `[B]` with their partners, `[B, 1 + m]`; call `synchronize` first."""
         partner = self.partners(anchor, generator)
         if partner.ndim == 1:
-            return torch.stack([anchor, partner]).T  # anchors first, then partners, in memory
+            return torch.stack([anchor, partner]).T  # in memory: all anchors, then all partners
         return torch.cat([anchor.unsqueeze(1), partner], 1)
 
     def expand(
@@ -96,7 +96,7 @@ class Pairing(SampleUnit):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Returns positions `[B, 1 + m]` for the positions `[B]` of anchors.
 
-        Entries of `info`, such as importance weights, stay those of the anchors.
+        Entries of `info`, such as importance weights, remain the anchors'.
         """
         self._guard.check(self, storage, check_anchors, check_folded)
         if not isinstance(index, Tensor) or index.ndim != 1:
@@ -109,22 +109,22 @@ class Pairing(SampleUnit):
             return self.join(index.to(self.rows.device), self.generator), info
 
     def follow(self, storage: Storage) -> None:
-        """Takes up whatever has changed in the storage, and hears of its writes from then on."""
+        """Reads all rows that have changed in the storage, and subscribes to its writes."""
         with self.lock:
-            storage.attach(self)  # once is enough, and more than once the same
+            storage.attach(self)  # attaching again has no effect
             self.synchronize(storage)
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
-        """Notes that these positions have been written."""
+        """Records that these positions have been written."""
         with self.lock:
             self.rows.announce(index, storage)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what does not follow from the storage: nothing, unless a subclass says so."""
+        """Returns the state that cannot be rebuilt from the storage; empty by default."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Reads the whole storage at the next draw."""
+        """Clears the pairing, so that the next draw reads the whole storage."""
         self.clear()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Caps: how far away a partner may be."""
+"""Limits on the distance of a partner."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from nmer_torchrl.checks import COUNT, POSITIVE, Number
 
 @dataclass(frozen=True)
 class QuantileCap:
-    """A limit that follows the distances of the last pairs drawn.
+    """A distance limit that is a quantile of the distances of recent pairs.
 
-    It is a quantile of their distances, the batch in question included. With 0.9, about the tenth
-    of all pairs that lie farthest apart are left out, whatever the distances are. An anchor that is
-    paired with itself counts with a distance of 0.
+    The current batch counts among the recent pairs. With 0.9, about the tenth of all pairs that are
+    farthest apart are not mixed. An anchor that is paired with itself counts with a distance of 0.
 
     Args:
         quantile: Share of pairs within the limit, above 0 and up to 1.
-        window: Number of pairs that the quantile is taken of.
+        window: Number of recent pairs over which the quantile is computed.
 
     Examples:
         >>> from nmer_torchrl import NeighborPairSampler
@@ -37,28 +36,28 @@ class QuantileCap:
 
 
 class Cap:
-    """Tells which distances are within a limit, and remembers those that a quantile is taken of.
+    """Checks which distances are within a limit, and stores recent ones to compute a quantile.
 
     Args:
-        max_distance: The limit, or a quantile to take it from.
+        max_distance: The limit, or a quantile that determines it.
     """
 
     def __init__(self, max_distance: float | QuantileCap) -> None:
         if not isinstance(max_distance, QuantileCap):
             POSITIVE("max_distance", max_distance)
         self.max_distance = max_distance
-        self.recent = torch.empty(0, dtype=torch.float64)  # the latest distances last
+        self.recent = torch.empty(0, dtype=torch.float64)  # from oldest to newest
 
     @property
     def limit(self) -> float | Tensor:
-        """The greatest distance for now; infinite before any was seen."""
+        """Returns the current limit; infinite before any distance was seen."""
         cap, count = self.max_distance, len(self.recent)
         if not isinstance(cap, QuantileCap):
             return cap
         return self.recent.kthvalue(math.ceil(cap.quantile * count)).values if count else math.inf
 
     def near(self, distances: Tensor) -> Tensor:
-        """Returns which distances are within the limit. Nothing waits for a device."""
+        """Returns which distances are within the limit, without a device synchronization."""
         if isinstance(self.max_distance, QuantileCap):
             seen = torch.cat([self.recent.to(distances.device), distances.flatten()])
             self.recent = seen[-self.max_distance.window :]

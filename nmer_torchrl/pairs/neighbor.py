@@ -1,4 +1,4 @@
-"""Partners among the nearest neighbours."""
+"""Pairings of an anchor with its nearest neighbors."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from nmer_torchrl.pairs.cap import Cap, QuantileCap
 from nmer_torchrl.tracking.rows import StoredRows, check_positions, stored_entries
 from nmer_torchrl.tracking.standardize import looks_every
 
-# Whom an object that was given as `search` serves, by its id: it lives as long as they do.
+# The pairing that uses each search object given as `search`, by the object's id. The pairing holds
+# a reference to the object, so the id stays valid.
 _SERVES: weakref.WeakValueDictionary[int, NearPairing] = weakref.WeakValueDictionary()
 
 
 class NearPairing(Pairing):
-    """A pairing by nearness; a subclass says which of the neighbours are partners.
+    """Base class of pairings by distance; a subclass chooses partners among the neighbors.
 
-    It keeps a neighbour search and the statistics of a metric in step with a storage.
+    It keeps a neighbor search and the statistics of a metric up to date with a storage.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class NearPairing(Pairing):
     ) -> None:
         _check_k(k)
         check_search(search)
-        self.k = k  # neighbours to choose from
+        self.k = k
         self.metric = Euclidean() if metric is None else _check_metric(metric)
         self.cap = None if max_distance is None else Cap(max_distance)
         super().__init__(StoredRows(keys, value_keys, self.metric.feature), generator)
@@ -56,25 +57,27 @@ class NearPairing(Pairing):
 
     def _reset(self) -> None:
         self._unlooked = 0  # writes since usable rows were last counted
-        self._at_least = 0  # of usable rows there are at least so many
+        self._at_least = 0  # lower bound on the number of usable rows
         self._saved: dict[str, Any] | None = None
-        self.space: Space | None = None  # made by the first rows, which tell widths and device
+        self.space: Space | None = None  # built from the first rows, which set widths and device
 
-    # Distances at the last query. They outlive the points, and any thread may measure by them.
+    # The distance function as of the last query. It is immutable, so any thread may use it.
     _view: View | None = None
 
     @property
     def search(self) -> Search | None:
-        """The search, once there are rows."""
+        """Returns the search, or None before the first rows are read."""
         return None if self.space is None else self.space.search
 
-    # -- asking ------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------
 
     def neighbors(self, storage: Storage, index: Tensor, k: int | None = None) -> Tensor:
-        """Returns the positions `[q, k]` of the nearest others of positions `[q]`, nearest first.
+        """Returns the neighbors `[q, k]` of the rows at positions `[q]`, nearest first.
 
-        By the statistics of what is stored now, never the position itself, padded with -1 where
-        fewer than k others are stored.
+        A row is never its own neighbor. Missing neighbors are -1 if fewer than k other rows are
+        stored. Exact searches rank by the statistics of the rows stored now. The default graph
+        knows every write, but ranks by a scale that may lag behind the statistics by less than a
+        percent, so it can miss some neighbors (see `NeighborPairSampler`).
         """
         if k is not None:
             _check_k(k)
@@ -84,7 +87,7 @@ class NearPairing(Pairing):
             return self._query(index, k)
 
     def _query(self, index: Tensor, k: int | None = None) -> Tensor:
-        """The same after `synchronize`."""
+        """Does the work of `neighbors`; call `synchronize` first."""
         assert self.space is not None  # there is at least one row
         if _SERVES.get(id(self._chosen), self) is not self:
             raise RuntimeError(
@@ -99,17 +102,17 @@ class NearPairing(Pairing):
         return found.to(index.device)
 
     def embed(self, batch: TensorDictBase) -> Tensor:
-        """Returns points `[*B, f]` of rows `[*B]` whose Euclidean distance is the metric's.
+        """Maps rows `[*B]` to float64 points `[*B, f]` whose Euclidean distance is the metric's.
 
-        By the statistics of the last draw, float64. Rows need not be stored ones. Raises for
+        It uses the statistics of the last draw. Rows need not be stored. Raises an error for
         metrics whose `embeds` is false.
         """
         return self._last_view().embed(self._points(batch))
 
     def distances(self, batch: TensorDictBase) -> Tensor:
-        """Returns the distances `[*B, m]` of the first of rows `[*B, 1 + m]` from the others.
+        """Returns the distances `[*B, m]` from the first of rows `[*B, 1 + m]` to the others.
 
-        By the statistics of the last draw, float64; of a batch of pairs, m is 1.
+        They are float64 and use the statistics of the last draw. For a batch of pairs, m is 1.
         """
         points = self._points(batch)
         first, others = points[..., :1, :], points[..., 1:, :]
@@ -128,7 +131,7 @@ class NearPairing(Pairing):
         return points.reshape(*batch.shape, -1)
 
     def _within(self, anchor: Tensor, partner: Tensor) -> Tensor:
-        """Replaces the partners that are too far away by the anchor."""
+        """Replaces partners beyond the distance limit with the anchor."""
         if self.cap is None:
             return partner
         assert self.space is not None
@@ -139,7 +142,7 @@ class NearPairing(Pairing):
     # -- following the storage ---------------------------------------------------------------------
 
     def synchronize(self, storage: Storage) -> None:
-        """Takes up whatever has changed in the storage."""
+        """Reads all rows that have changed in the storage."""
         if self.rows.follows_another(storage):
             self.clear()
         changed = False
@@ -157,11 +160,11 @@ class NearPairing(Pairing):
     def _take(self, index: Tensor, points: Tensor, storage: Storage) -> None:
         if self.space is None:
             self.space = self._open(points, storage)
-            self.space.search.clear()  # an object may have served before
+            self.space.search.clear()  # a search object may have been used before
             if not isinstance(self._chosen, str):
                 _SERVES[id(self._chosen)] = self
         before = self.space.table.read(index)
-        if not self.rows.partial and len(before):  # of all rows, few may have changed
+        if not self.rows.partial and len(before):  # all rows were read, but few may have changed
             changed = points.new_ones(len(points), dtype=torch.bool)
             now = points[: len(before)]
             changed[: len(before)] = ((before != now) & ~(before.isnan() & now.isnan())).any(-1)
@@ -169,7 +172,7 @@ class NearPairing(Pairing):
             index = index[changed.cpu()]
         if len(index):
             self.space.replace(index, points, before)
-            self._at_least -= len(before)  # if all of these were usable, and no new one is
+            self._at_least -= len(before)  # worst case: all old rows were usable, no new one is
 
     def _open(self, points: Tensor, storage: Storage) -> Space:
         widths: dict[NestedKey, int] = {"feature": points.shape[1]}
@@ -179,7 +182,7 @@ class NearPairing(Pairing):
         return self.metric.open(self._chosen, self.k, widths, points.device)
 
     def _look(self) -> None:
-        """Counts the usable rows, which waits for the device, and warns of others."""
+        """Counts the usable rows, which waits for the device, and warns about unusable ones."""
         assert self.space is not None
         self._unlooked, self._at_least = 0, int(self.space.table.count)
         if self._warned or self._at_least >= self.rows.length:
@@ -196,7 +199,7 @@ class NearPairing(Pairing):
     # -- saving ------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Reads all rows anew at the next draw, such as when the function of a metric changed."""
+        """Forgets all rows, so that the next draw reads and embeds the whole storage again."""
         with self.lock:
             if self.space is not None:
                 self.space.search.clear()
@@ -204,7 +207,7 @@ class NearPairing(Pairing):
             self._reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what search and metric keep, and the distances that a cap remembers."""
+        """Returns the state of the search and the metric, and a quantile cap's distances."""
         with self.lock:
             storage = self.rows.storage
             if storage is not None and len(storage):
@@ -213,7 +216,7 @@ class NearPairing(Pairing):
             return state if self.cap is None else {**state, "recent": self.cap.recent.clone()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Reads the storage anew at the next draw, and gives all parts what they kept."""
+        """Restores a saved state; the next draw reads the whole storage again."""
         with self.lock:
             self.clear()
             self._saved = dict(state_dict)
@@ -246,11 +249,11 @@ def _check_metric(metric: Metric) -> Metric:
 
 
 class NeighborPairs(NearPairing):
-    """Pairs each anchor with one of its k nearest neighbours among all that is stored now.
+    """Pairs each anchor with one of its k nearest neighbors in the storage.
 
-    Neighbours, promises and arguments are those of `NeighborPairSampler`, which draws uniform
-    anchors beside this pairing. `generator` is the source of all randomness; `None` uses torch's
-    global one.
+    `NeighborPairSampler`, which combines this pairing with uniform anchors, documents the
+    neighbors, their accuracy and the arguments. `generator` is the source of all randomness; `None`
+    uses torch's global one.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -266,7 +269,7 @@ class NeighborPairs(NearPairing):
     """
 
     def partners(self, anchor: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Returns the partners `[B]` of anchors `[B]`, after `synchronize`."""
+        """Returns the partners `[B]` of anchors `[B]`; call `synchronize` first."""
         assert self.space is not None
         near, fills = self._query(anchor), self.space.search.fills
         padded, alone = not fills or self._at_least <= self.k, not fills or self.space.table.holes
@@ -275,12 +278,11 @@ class NeighborPairs(NearPairing):
 
 
 class Neighborhoods(NearPairing):
-    """Groups each anchor with all its k nearest neighbours, `[B, 1 + k]`.
+    """Groups each anchor with all of its k nearest neighbors, `[B, 1 + k]`.
 
-    The neighbours are those of `NeighborPairs`, nearest first; where fewer than k others are
-    stored, the anchor takes the place of those that are missing, as of those that are farther away
-    than `max_distance`. It goes with `NeighborhoodMixup` or `GaussianProcessMixup`, and takes the
-    arguments of `NeighborPairs`.
+    The neighbors are those of `NeighborPairs`, nearest first. The anchor itself fills the places of
+    neighbors that are missing or farther away than `max_distance`. Use it with `NeighborhoodMixup`
+    or `GaussianProcessMixup`. The arguments are those of `NeighborPairs`.
 
     Examples:
         >>> from nmer_torchrl import Neighborhoods
@@ -291,6 +293,6 @@ class Neighborhoods(NearPairing):
     draws = "neighborhoods [B, 1 + k]"
 
     def partners(self, anchor: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Returns the neighbours `[B, k]` of anchors `[B]`, after `synchronize`."""
+        """Returns the neighbors `[B, k]` of anchors `[B]`; call `synchronize` first."""
         own, neighbors = anchor.unsqueeze(1), self._query(anchor)
         return self._within(own, torch.where(neighbors < 0, own, neighbors))

@@ -1,4 +1,4 @@
-"""Partners from anywhere."""
+"""A pairing of an anchor with a random row."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from nmer_torchrl.tracking.rows import StoredRows
 
 
 class RandomPairs(Pairing):
-    """Pairs each anchor with any other stored row, uniformly: Mixup without a neighbourhood.
+    """Pairs each anchor with another stored row, drawn uniformly.
 
-    Rows with a non-finite entry are never partners, and have none.
+    With `PairMixup` this is Mixup without a neighborhood. Rows with a non-finite entry are never
+    partners and have none.
 
     Keyword Args:
-        keys: Entries that a transform mixes, and that must be finite in a partner.
-        value_keys: More of them; the split is that of `NeighborPairs`.
+        keys: Entries that the transform mixes. They must be finite in a partner.
+        value_keys: Further such entries, split from `keys` as in `NeighborPairs`.
         generator: Source of all randomness; `None` uses torch's global one.
 
     Examples:
@@ -47,12 +48,12 @@ class RandomPairs(Pairing):
         self._forget()
 
     def _forget(self) -> None:
-        self._usable = torch.empty(0, dtype=torch.bool)  # by position; the table may be longer
-        self._holes = False  # whether some rows may not be usable
-        self._ranks: Tensor | None = None  # how many up to each position are usable
+        self._usable = torch.empty(0, dtype=torch.bool)  # by position; may be longer than needed
+        self._holes = False  # whether some rows may be unusable
+        self._ranks: Tensor | None = None  # number of usable rows up to each position
 
     def synchronize(self, storage: Storage) -> None:
-        """Takes up whatever has changed in the storage."""
+        """Reads all rows that have changed in the storage."""
         if self.rows.follows_another(storage):
             self.clear()
         for index, points in self.rows.changes(storage):
@@ -63,7 +64,7 @@ class RandomPairs(Pairing):
                 table[: len(self._usable)] = self._usable
                 self._usable = table
             self._usable[as_rows(index, points.device)] = usable
-            # On a device, to look whether all are usable would be to wait for it.
+            # On another device, checking whether all are usable would wait for it.
             if points.device.type != "cpu":
                 self._holes = True
             elif self._holes or not usable.all():
@@ -71,12 +72,12 @@ class RandomPairs(Pairing):
             self._ranks = None
 
     def partners(self, anchor: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Returns the partners `[B]` of anchors `[B]`, after `synchronize`."""
+        """Returns the partners `[B]` of anchors `[B]`; call `synchronize` first."""
         length = self.rows.length
         if not self._holes:
             partner = choose_other(anchor, length, generator=generator)
             return torch.where(partner >= 0, partner, anchor)
-        # Among the usable rows by rank, so that the choice stays uniform; nothing is read.
+        # Drawn by rank among the usable rows, which keeps the choice uniform without host reads.
         if self._ranks is None:
             self._ranks = self._usable[:length].cumsum(0)
         usable = self._usable[anchor]

@@ -1,4 +1,4 @@
-"""Partners that come next in time."""
+"""A pairing of an anchor with the next transition of its episode."""
 
 from __future__ import annotations
 
@@ -33,47 +33,46 @@ from nmer_torchrl.tracking.rows import (
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _CHUNK = 65_536
-_FEW = 16  # new rows that are sooner compared with all rows of a device than read from it
+_FEW = 16  # up to so many new rows, comparing on the device is faster than reading them from it
 
 
 class SuccessorPairs(Pairing):
     """Pairs each anchor with the transition that followed it in its episode.
 
-    With `PairMixup` this is Continuous Transition (Lin et al., 2020) as the NMER paper compares
-    with it: alpha is fixed and a terminal transition is not mixed, where the source learns alpha
-    and mixes the last transition of an episode with the one before it.
+    With `PairMixup` this is Continuous Transition (Lin et al., 2020) as the NMER paper evaluates
+    it: alpha is fixed and a terminal transition is not mixed. The original method learns alpha and
+    mixes the last transition of an episode with the one before it.
 
-    The successor of a row is the row written after it whose observation equals its next
-    observation, number for number, so nothing needs to be stored beyond a transition. Several
-    environments may write in turns. Rows after which an episode ended have none; nor has the newest
-    row, one whose successor was overwritten, or one with a non-finite entry: these are paired with
-    themselves.
+    The successor of a row is the row written after it whose observation equals the row's next
+    observation exactly, so only transitions need to be stored. Several environments may write in
+    turns. These rows have no successor and are paired with themselves: the last row of an episode,
+    the newest row, a row whose successor was overwritten, and a row with a non-finite entry.
 
-    A reset changes the observation, which keeps episodes apart even where only `terminated` is
-    stored and the episode was cut by a time limit. An environment that resets to the very state in
-    which the episode before was cut would join the two: store `("next", "done")`, `("next",
-    "truncated")` or the trajectory ids that TorchRL's collectors write, all of which are heeded.
-    Where several rows end in a state from which one starts, the last of them is its predecessor,
-    and where several start from it, the first is the successor. Rows of n-step returns are followed
-    by those that start n steps later.
+    A reset changes the observation, which separates episodes even if only `terminated` is stored
+    and a time limit cut the episode. If an environment resets to exactly the state in which the
+    last episode was cut, the two episodes would be joined. To avoid this, store `("next", "done")`,
+    `("next", "truncated")` or the trajectory ids that TorchRL's collectors write. If several rows
+    end in the state from which a row starts, the last of them is its predecessor. If several rows
+    start from a state, the first is the successor. With n-step returns, the successor of a row
+    starts n steps later.
 
-    The order of writing is that of a ring: positions upwards, around the end, to the one that the
-    buffer wrote last. Writes that continue the ring cost time in proportion to the new rows; any
-    other change has all rows matched anew, which is a sort. Both look rows up by fingerprints in a
-    dictionary on the host, and then compare them. On another device few new rows are compared with
-    all rows there instead, so that the host does not wait for them.
+    The storage is read as a ring that ends at the position written last. Writes that continue the
+    ring cost time in proportion to the new rows. After any other change all rows are matched again,
+    which is a sort. Both look up rows by fingerprints in a dictionary on the host, and then compare
+    the rows. On another device, few new rows are compared with all rows there instead, so that the
+    host does not wait.
 
-    As `sample_unit=`, it is told of writes from its first draw on. If a full storage has begun to
-    overwrite its oldest rows before that, rows at the last positions whose successors are at the
-    first ones are paired with themselves until the next write. `sampler=TemporalPairSampler()`, or
-    `PairSampler` of this unit, is told of every write.
+    As `sample_unit=`, it is notified of writes from its first draw on. If a full storage has begun
+    to overwrite its oldest rows before that, rows at the last positions whose successors are at the
+    first positions are paired with themselves until the next write. `TemporalPairSampler()`, or a
+    `PairSampler` of this unit, is notified of every write.
 
     Keyword Args:
-        keys: Observations and actions. Those whose `("next", key)` is among `value_keys` are the
-            observations by which successors are found.
+        keys: Observations and actions. Keys whose `("next", key)` is among `value_keys` are the
+            observations that identify successors.
         value_keys: Next observations and rewards.
-        end_keys: Flags that end an episode; those that are stored count.
-        trajectory_key: Where the id of a trajectory is; counts if it is stored.
+        end_keys: Flags that end an episode. Flags that are not stored are ignored.
+        trajectory_key: Entry of the trajectory id. It is ignored if it is not stored.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -105,21 +104,21 @@ class SuccessorPairs(Pairing):
     def _reset(self, newest: int | None = None) -> None:
         self.newest = newest  # the position that the buffer wrote last
         self._capacity = 0
-        self._written = 0  # rows since the last match, of which the first is at `_first`,
-        self._first = 0
-        self._continued = False  # and which continue the ring
+        self._written = 0  # number of rows written since the last match
+        self._first = 0  # position of the first of them
+        self._continued = False  # whether they continue the ring
         self._changed: list[Tensor] = []
         self._successor = torch.empty(0, dtype=torch.int64)
-        # For each row: fingerprints of the states in which it starts and ends, whether it may
-        # follow and be followed, and whether a row that follows it may yet come.
+        # For each row: fingerprints of its first and last state, whether it may have a predecessor
+        # and a successor, and whether it still waits for its successor.
         self._marks = torch.empty(0, 2, dtype=torch.int64)
         self._counts = torch.empty(0, 2, dtype=torch.bool)
         self._waits = torch.empty(0, dtype=torch.bool)
-        # From such an end to the row that waits, of which there is one at most; None on a device.
+        # From the fingerprint of a last state to the one row that waits; None on other devices.
         self._waiting: dict[int, int] | None = {}
 
     def successors(self, storage: Storage, index: Tensor) -> Tensor:
-        """Returns the positions `[q]` of the successors of positions `[q]`, -1 for none."""
+        """Returns the successors `[q]` of the rows at positions `[q]`; -1 where there is none."""
         index = check_positions(index, storage)
         with self.lock:
             self.synchronize(storage)
@@ -129,12 +128,12 @@ class SuccessorPairs(Pairing):
         return self._successor.index_select(0, index.to(self._successor.device)).to(index.device)
 
     def partners(self, anchor: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Returns the partners `[B]` of anchors `[B]`, after `synchronize`."""
+        """Returns the partners `[B]` of anchors `[B]`; call `synchronize` first."""
         successor = self._successors(anchor)
         return torch.where(successor >= 0, successor, anchor)
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
-        """Notes that these positions have been written, in this order."""
+        """Records that these positions have been written, in this order."""
         with self.lock:
             if storage is None and (storage := self.rows.storage) is None:
                 return
@@ -152,12 +151,12 @@ class SuccessorPairs(Pairing):
             self.newest = int(positions[-1])
 
     def _turn_to(self, storage: Storage) -> None:
-        if self.rows.follows_another(storage):  # what is known of its order is void
+        if self.rows.follows_another(storage):  # the known order is another storage's
             self.clear()
         self._capacity = storage.max_size
 
     def synchronize(self, storage: Storage) -> None:
-        """Takes up whatever has changed in the storage."""
+        """Reads all rows that have changed in the storage."""
         self._turn_to(storage)
         for index, points in self.rows.changes(storage):
             self._read(stored_entries(storage), index, points)
@@ -167,7 +166,7 @@ class SuccessorPairs(Pairing):
             self._changed, self._written = [], 0
 
     def _read(self, data: TensorDictBase, index: Tensor, points: Tensor) -> None:
-        """Takes up rows at `[n]` positions, whose states are `[n, 2 * d]`."""
+        """Reads the rows at `[n]` positions, whose first and last states are `[n, 2 * d]`."""
         device = points.device
         if not len(self._marks):
             self._check_widths(data)
@@ -177,7 +176,7 @@ class SuccessorPairs(Pairing):
             self._waits = torch.zeros(self._capacity, dtype=torch.bool, device=device)
             self._waiting = {} if device.type == "cpu" else None
         rows = as_rows(index, device)
-        if self._waiting:  # what stood here has no successor to come
+        if self._waiting:  # overwritten rows no longer wait for a successor
             for mark in self._marks[rows, 1][self._waits[rows]].tolist():
                 self._waiting.pop(mark, None)
         self._waits[rows] = False
@@ -204,7 +203,7 @@ class SuccessorPairs(Pairing):
                 )
 
     def _match(self, data: TensorDictBase) -> None:
-        """Finds the successors that have come with the rows that have changed."""
+        """Finds the successors among the rows that have changed."""
         length, waiting = self.rows.length, self._waiting
         order = self._new_rows(length)
         if order is None:  # all rows, from the oldest to the newest
@@ -230,7 +229,7 @@ class SuccessorPairs(Pairing):
         mark, ends = mark[by_mark], ends[by_mark]
         position, ends = order[ends // 2], ends % 2 == 1
 
-        # Next to each other in time, one that ends in a state and one that starts from it.
+        # Adjacent in time: a row that ends in a state, then a row that starts from it.
         same = mark[1:] == mark[:-1]
         joined = same & ends[:-1] & ~ends[1:]
         before, after = position[:-1][joined], position[1:][joined]
@@ -245,9 +244,9 @@ class SuccessorPairs(Pairing):
         self._link(data, torch.from_numpy(before), torch.from_numpy(after))
 
     def _compare(self, data: TensorDictBase, position: int) -> None:
-        """Finds the row that a new one follows on the device, by comparing it with all that wait.
+        """Finds the predecessor of a new row on the device, among all rows that wait.
 
-        This is what `_match` does for one row.
+        This is `_match` for one row.
         """
         here, ends = slice(position, position + 1), self._marks[:, 1]
         start, end = self._marks[here].unbind(1)
@@ -260,8 +259,8 @@ class SuccessorPairs(Pairing):
         self._waits[here] = goes_on
 
     def _new_rows(self, length: int) -> Array | None:
-        """Positions in order of writing if what has changed is a continuation of the ring."""
-        changed = sum(len(index) for index in self._changed)  # whatever was written is among these
+        """Returns the changed positions in write order; None if they do not continue the ring."""
+        changed = sum(len(index) for index in self._changed)  # includes all announced writes
         if not self._continued or self._written != changed or changed >= length:
             return None
         return (self._first + np.arange(self._written)) % self._capacity
@@ -269,7 +268,10 @@ class SuccessorPairs(Pairing):
     def _meet(
         self, waits: dict[int, int], marks: Array, positions: Array, ends: Array
     ) -> tuple[Array, Array]:
-        """Those that waited and the new rows that start where they ended; the rest wait no more."""
+        """Returns waiting rows and their successors among the new rows.
+
+        These rows stop waiting, and so do rows that a new row with the same last state replaces.
+        """
         before, after = [], []
         rows: Iterable[tuple[int, int, bool]] = zip(
             marks.tolist(), positions.tolist(), ends.tolist(), strict=True
@@ -287,9 +289,9 @@ class SuccessorPairs(Pairing):
     def _link(
         self, data: TensorDictBase, before: Tensor, after: Tensor, none: Tensor | None = None
     ) -> None:
-        """Writes down pairs that are equal in truth, not by their fingerprints alone.
+        """Stores the pairs whose states are really equal, not only their fingerprints.
 
-        `none` is true if there is no such pair, after all.
+        `none` is true if there is no pair to store.
         """
         device = self._successor.device
         trajectories = data.get(self.trajectory_key, None)
@@ -315,11 +317,11 @@ class SuccessorPairs(Pairing):
             self._reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position written last, which tells old rows from new ones; -1 if unknown."""
+        """Returns the position written last, or -1 if it is unknown."""
         return {"newest": -1 if self.newest is None else self.newest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Reads the storage anew at the next draw; an empty state leaves the order as it is."""
+        """Restores the position written last, if given; the next draw reads the whole storage."""
         with self.lock:
             newest = state_dict.get("newest", self.newest)
             self.clear()

@@ -65,13 +65,13 @@ class Paired:
 
 
 class NeighborQueries(Paired):
-    """Answers questions about neighbours for a sampler whose pairing is by nearness."""
+    """Answers questions about neighbors for a sampler whose pairing is by nearness."""
 
     unit: NearPairing
 
     @property
     def k(self) -> int:
-        """Number of neighbours to choose from."""
+        """Number of neighbors to choose from."""
         return self.unit.k
 
     @property

@@ -202,7 +202,7 @@ class CheckedPrioritizedSampler(StateFile, PrioritizedSampler):
 
 
 class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler):
-    """Pairs an anchor drawn by priority with one of its k nearest neighbours.
+    """Pairs an anchor drawn by priority with one of its k nearest neighbors.
 
     Anchors are those of `CheckedPrioritizedSampler`, partners those of `NeighborPairSampler`. Both
     members of a pair come with an importance weight: `"priority_weight"` is `[B, 2]`. Use it in a
@@ -211,7 +211,7 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
 
     Args:
         max_capacity: Number of rows that the storage can hold.
-        k: Number of neighbours to choose from.
+        k: Number of neighbors to choose from.
 
     Keyword Args:
         alpha: Exponent of the priorities: 0 draws anchors uniformly, 1 in proportion.
@@ -331,7 +331,7 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
             super()._empty()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the priorities, and what the neighbour search keeps."""
+        """Returns the priorities, and what the neighbor search keeps."""
         with self.unit.lock:
             return {**self.unit.state_dict(), "priorities": super().state_dict()}
 

@@ -1,4 +1,4 @@
-"""What folds share."""
+"""Base class of the transforms that fold an anchor and its partners to one row."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ class Fold(Transform, ABC):
     """Folds an anchor and its partners, `[*B, 1 + m]`, to one row, `[*B]`.
 
     A subclass implements `fold`. It calls `mix_pairs` with the weights of pairs, or `mix_groups`
-    with the mixed entries of larger groups; set `width = None` to accept those. Both keep the
-    anchor as it is where a row is terminal or a gate does not let it be mixed. Entries that are not
-    mixed are the anchor's. Rows are checked before anything of them is stored.
+    with the mixed entries of larger groups; set `width = None` to accept those. Both leave the
+    anchor unchanged if a row is terminal or a gate rejects it. Entries that are not mixed are the
+    anchor's. Rows are checked before they are stored.
 
     Keyword Args:
         generator: Source of all randomness; `None` uses torch's global one.
         mix_keys: Entries to mix.
-        terminated_key: The flag that keeps an anchor as it is; `None` for no such rule.
-        gates: What else keeps anchors as they are.
-        anchor_keys: Entries that stay the anchor's without a warning.
+        terminated_key: Entry that marks a terminal row; such rows are not mixed. `None` turns this
+            rule off.
+        gates: Further rules that decide which anchors are mixed.
+        anchor_keys: Entries that are not mixed on purpose, so that no warning names them.
 
     Examples:
         >>> import torch
@@ -58,8 +59,8 @@ class Fold(Transform, ABC):
     """
 
     folds = True
-    width: int | None = 2  # rows that become one: a pair; None for any number
-    argument = "mix_keys"  # the name under which a user gives the entries to mix
+    width: int | None = 2  # number of rows that are folded to one; None accepts any number
+    argument = "mix_keys"  # name of the argument that lists the entries to mix, for errors
 
     def __init__(
         self,
@@ -78,35 +79,35 @@ class Fold(Transform, ABC):
         )
         self.gates = as_gates(gates)
         self.anchor_keys = as_anchor_keys(anchor_keys, self.mix_keys)
-        self._lock = threading.RLock()  # gates count and learn, and prefetching threads share them
-        self._drawn = False  # whether the first batch was found to hold rows that belong together
+        self._lock = threading.RLock()  # gates have state, which prefetching threads share
+        self._drawn = False  # whether the first batch was checked to hold anchors with partners
 
     @abstractmethod
     def fold(self, rows: TensorDictBase) -> TensorDictBase:
-        """Returns one row `[*B]` of the anchor and its partners `[*B, 1 + m]`."""
+        """Folds anchors and their partners `[*B, 1 + m]` to one row each, `[*B]`."""
 
     @property
     def mix_keys(self) -> tuple[NestedKey, ...]:
-        """Entries to mix."""
+        """Returns the entries to mix."""
         return self.schema.keys
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Folds `[*B, 1 + m]` to `[*B]`; rows that were not drawn are returned as they are."""
+        """Folds `[*B, 1 + m]` to `[*B]`; returns rows that were not drawn as pairs unchanged."""
         takes = "neighborhoods [B, 1 + m]" if self.width is None else "pairs [B, 2]"
         if tensordict.ndim < 2 or self.width not in (None, tensordict.shape[-1]):
             check_drawn(self, tensordict, takes)
             return tensordict
         if not self._drawn:
             self._drawn = check_paired(self, tensordict, takes)
-        if not self.schema.looked:  # rows that were stored without passing this transform
+        if not self.schema.looked:  # the rows were stored without passing through this transform
             self.look(tensordict)
             self.schema.looked = True
         return self.fold(tensordict)
 
     def kept(self, rows: TensorDictBase) -> Tensor:
-        """Returns boolean `[*B]` of rows `[*B, 1 + m]`: whether the anchor is kept as it is.
+        """Returns, as booleans `[*B]`, which anchors of rows `[*B, 1 + m]` are not mixed.
 
-        Gates may draw random numbers, so draw weights first: a gate then changes no weight.
+        Gates may draw random numbers. Draw weights first, so that gates do not change them.
         """
         kept = kept_anchors(rows, self.terminated_key, rows.ndim - 1)
         if self.gates:
@@ -119,7 +120,7 @@ class Fold(Transform, ABC):
         """Folds pairs `[*B, 2]` by `w * anchor + (1 - w) * partner`.
 
         The weights `[*B]` are written to `"mixup_weight"`, `[*B, 1]`. The weight is 1 where the
-        anchor is kept or the mix is not finite.
+        anchor is not mixed or the mix is not finite.
         """
         weight = weight.masked_fill_(self.kept(rows), 1.0).unsqueeze(-1)
         mixed, finite = self.mix_entries(rows, weight)
@@ -130,10 +131,10 @@ class Fold(Transform, ABC):
     def mix_entries(
         self, rows: TensorDictBase, weight: Tensor
     ) -> tuple[dict[NestedKey, Tensor], Tensor | None]:
-        """Mixes the entries of pairs `[*B, 2]` by weights `[*B, 1]`.
+        """Mixes the entries of pairs `[*B, 2]` with weights `[*B, 1]`.
 
-        Returns them, and which rows `[*B]` are mixed; None if all are. The others, whose mix is not
-        finite, have the anchor's entries.
+        Returns the mixed entries and a mask `[*B]` of the mixed rows, or None for the mask if all
+        are mixed. Rows whose mix is not finite get the anchor's entries.
         """
         dims, entries = rows.ndim - 1, self.schema.entries(rows)
         pairs = {key: entry.unbind(dims) for key, entry in entries.items()}
@@ -144,10 +145,11 @@ class Fold(Transform, ABC):
     def mix_groups(
         self, rows: TensorDictBase, mixed: dict[NestedKey, Tensor], weight: Tensor, usable: Tensor
     ) -> TensorDictBase:
-        """Folds groups `[*B, 1 + m]` to the given mix where it is usable, finite and not kept.
+        """Folds groups `[*B, 1 + m]` to the given mix, or to the anchor.
 
-        The weights `[*B, 1 + m]`, the anchor's first, are written to `"mixup_weight"`. Where the
-        given mix is not used, the anchor's weight is 1 and the others are 0.
+        The mix is used where it is usable and finite and the anchor may be mixed. The weights
+        `[*B, 1 + m]`, the anchor's first, are written to `"mixup_weight"`. Where the mix is not
+        used, the anchor's weight is 1 and the others are 0.
         """
         dims = rows.ndim - 1
         usable = usable & ~self.kept(rows)
@@ -161,7 +163,7 @@ class Fold(Transform, ABC):
         return anchors(rows, dims, mixed).set("mixup_weight", weight)
 
     def look(self, rows: TensorDictBase) -> bool:
-        """Checks the entries of the first rows. Returns whether they were enough to tell."""
+        """Checks the entries of the first rows; returns whether the check was conclusive."""
         agreed = {key for gate in self.gates if isinstance(gate, Same) for key in gate.keys}
         kept = agreed | set(self.anchor_keys)
         told = check_discrete(rows, kept)
@@ -169,7 +171,7 @@ class Fold(Transform, ABC):
         return told
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        """Checks what is about to be stored; `None` where an n-step transform waits for more."""
+        """Checks rows before they are stored; `None` if an n-step transform waits for more."""
         if self.terminated_key is not None:
             check_n_step(self, self.terminated_key, tensordict)
         if tensordict is not None:
@@ -180,7 +182,7 @@ class Fold(Transform, ABC):
         return tensordict
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Returns what rows look like, and the state of the generator and of the gates."""
+        """Returns the layout of rows and the state of the generator and the gates."""
         gates = {
             str(number): gate.state_dict()
             for number, gate in enumerate(self.gates)
@@ -190,7 +192,7 @@ class Fold(Transform, ABC):
         return {**state, "gates": gates} if gates else state
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Restores a state that `get_extra_state` returned."""
         self.schema.load_state_dict(state)
         load_generator_state(self.generator, state)
         for number, saved in state.get("gates", {}).items():

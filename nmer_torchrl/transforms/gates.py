@@ -166,7 +166,7 @@ class LinearFraction:
 
 @dataclass(frozen=True)
 class ExponentialFraction:
-    """From `first` towards `last`, half of the way in each `half_life` rows drawn.
+    """From `first` toward `last`, half of the way in each `half_life` rows drawn.
 
     Examples:
         >>> schedule = ExponentialFraction(1.0, 0.0, half_life=1_000)
@@ -191,7 +191,7 @@ class ExponentialFraction:
 class DensityFraction:
     """From `first` to `last` as a buffer fills, up to a number of rows stored; then `last`.
 
-    The more rows are stored the nearer are neighbours, and the better is what lies between them.
+    The more rows are stored the nearer are neighbors, and the better is what lies between them.
     The rows are those of the buffer that draws; of an ensemble, those of all members.
 
     Examples:

@@ -21,7 +21,7 @@ from nmer_torchrl.transforms.rows import anchors, device_of
 
 
 class Geometry(Protocol):
-    """Places rows in a Euclidean space, as samplers of neighbours do.
+    """Places rows in a Euclidean space, as samplers of neighbors do.
 
     Examples:
         >>> from nmer_torchrl.transforms import GaussianProcessMixup
@@ -38,12 +38,12 @@ class Geometry(Protocol):
 
 @final
 class GaussianProcessMixup(Fold):
-    """Folds neighbourhoods `[*B, 1 + m]` to `[*B]`: mixed inputs, predicted reward and next state.
+    """Folds neighborhoods `[*B, 1 + m]` to `[*B]`: mixed inputs, predicted reward and next state.
 
     Observation and action are mixed as by `NeighborhoodMixup`. Reward and change of state at that
-    input are then predicted, by Gaussian process regression from the anchor and its neighbours; the
+    input are then predicted, by Gaussian process regression from the anchor and its neighbors; the
     next observation is the mixed one plus the predicted change. Where outcomes curve between
-    neighbours this follows them, and a convex combination does not. Where the predictive variance
+    neighbors this follows them, and a convex combination does not. Where the predictive variance
     is above `process.max_variance` the anchor stays as it is, with weight 1, as terminal ones do.
 
     It goes with `NeighborhoodSampler`, under whose metric the regression measures.
@@ -57,9 +57,9 @@ class GaussianProcessMixup(Fold):
         process: The regression.
         keys: The inputs; those that have a `("next", key)` among the outcomes are observations.
         value_keys: The outcomes.
-        terminated_key: The flag that keeps a neighbourhood unmixed.
+        terminated_key: The flag that keeps a neighborhood unmixed.
         generator: Source of the weights; `None` uses torch's global one.
-        gates: What else keeps neighbourhoods unmixed.
+        gates: What else keeps neighborhoods unmixed.
         anchor_keys: Entries that stay the anchor's without a warning.
 
     Examples:

@@ -1,4 +1,4 @@
-"""Convex combinations of whole neighbourhoods."""
+"""Convex combinations of whole neighborhoods."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from nmer_torchrl.transforms.rows import device_of
 
 @final
 class NeighborhoodMixup(Fold):
-    """Folds neighbourhoods `[*B, 1 + m]` to `[*B]` by weights over the anchor and m neighbours.
+    """Folds neighborhoods `[*B, 1 + m]` to `[*B]` by weights over the anchor and m neighbors.
 
     The weights `w ~ Dirichlet(alpha, ..., alpha)` sum to one, and each mixed entry is
     `sum_i w_i * row_i`; with m = 1 that is `PairMixup`. They are written to `"mixup_weight"`,
-    `[*B, 1 + m]`, the anchor's first. Where the anchor or a neighbour is terminal or has a
+    `[*B, 1 + m]`, the anchor's first. Where the anchor or a neighbor is terminal or has a
     non-finite entry, the anchor is used as it is, and its weight is 1. Entries that are not mixed
-    are the anchor's. A batch without a dimension of neighbours passes through unchanged.
+    are the anchor's. A batch without a dimension of neighbors passes through unchanged.
 
     It goes with `NeighborhoodSampler`.
 
@@ -35,8 +35,8 @@ class NeighborhoodMixup(Fold):
     Keyword Args:
         generator: Source of the weights; `None` uses torch's global one.
         mix_keys: Entries to mix.
-        terminated_key: The flag that keeps a neighbourhood unmixed.
-        gates: What else keeps neighbourhoods unmixed.
+        terminated_key: The flag that keeps a neighborhood unmixed.
+        gates: What else keeps neighborhoods unmixed.
         anchor_keys: Entries that stay the anchor's without a warning.
 
     Examples:

@@ -1,4 +1,4 @@
-"""The fold of NMER: convex combinations of pairs."""
+"""Mixes pairs by convex combination: the transform of NMER."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from nmer_torchrl.transforms.rows import device_of
 class PairMixup(Fold):
     """Folds a `[B, 2]` batch of pairs to `[B]` by `w * anchor + (1 - w) * partner`.
 
-    One `w ~ Beta(alpha, alpha)` is drawn for each pair. Where either of the two is terminal, or has
-    a non-finite entry, the anchor is used as it is and `w` is 1. Entries that are not mixed are the
-    anchor's. The `w` used is written to `"mixup_weight"`, `[B, 1]`. A batch without a dimension of
-    pairs, such as that of `buffer[:]`, passes through unchanged.
+    One `w ~ Beta(alpha, alpha)` is drawn for each pair. If either row is terminal or has a
+    non-finite entry, the anchor is used unchanged and `w` is 1. Entries that are not mixed are the
+    anchor's. The weights are written to `"mixup_weight"`, `[B, 1]`. A batch without a pair
+    dimension, such as `buffer[:]`, passes through unchanged.
 
-    Put it into a replay buffer whose sampler draws pairs. On `extend` it checks, before anything is
-    stored, that the entries it mixes are there, continuous, and as wide as those before.
+    Use it in a replay buffer whose sampler draws pairs. On `extend`, before anything is stored, it
+    checks that the entries it mixes are present, continuous, and as wide as in earlier rows.
 
     Args:
         alpha: Parameter of the Beta distribution: small values give weights near 0 and 1, one
             gives uniform weights, large values give weights near one half.
 
     Keyword Args:
-        generator: Source of the weights; `None` uses torch's global one. May be set later through
-            the attribute of that name.
+        generator: Generator of the weights; `None` uses torch's global one. It can be set later as
+            an attribute.
         mix_keys: Entries to mix.
-        terminated_key: The flag that keeps a pair unmixed. A time limit is not a terminal state, so
-            this is not `done`.
-        gates: What else keeps pairs unmixed, such as `Fraction(0.5)`.
-        anchor_keys: Entries that stay the anchor's without a warning.
+        terminated_key: Entry that marks a terminal row; such pairs are not mixed. A time limit is
+            not a terminal state, so this is not `done`.
+        gates: Further rules that decide which pairs are mixed, such as `Fraction(0.5)`.
+        anchor_keys: Entries that are not mixed on purpose, so that no warning names them.
 
     Examples:
         >>> import torch

@@ -21,7 +21,7 @@ class RewardMean(Fold):
     source (Pilar von Pilchau et al., 2020) has discrete states: it stores extra transitions whose
     reward is the average over all that were seen from the same state and action, one for each state
     that followed. No two continuous states are the same, so here the anchor stays as it is but for
-    its reward, which is averaged with that of one near neighbour, another one at each draw; over
+    its reward, which is averaged with that of one near neighbor, another one at each draw; over
     many draws that is half the anchor's own and half the mean of its k nearest.
 
     As with `PairMixup`, a pair of which either is terminal, or has a non-finite reward, leaves the

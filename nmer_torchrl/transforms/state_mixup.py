@@ -17,7 +17,7 @@ from nmer_torchrl.transforms.rows import device_of, restore_rows
 
 @final
 class StateMixup(Augmentation):
-    """Moves the observation of each row `[*B]` towards its next one: `w * s + (1 - w) * s'`.
+    """Moves the observation of each row `[*B]` toward its next one: `w * s + (1 - w) * s'`.
 
     One `w ~ Beta(alpha, alpha)` is drawn for each row and written to `"state_weight"`, `[*B, 1]`.
     Everything else stays as it is. This is the state mixup of S4RL (Sinha et al., 2021) as the NMER

@@ -28,7 +28,7 @@ class TunedMixup(Fold):
     observation and reward from observation and action, on both members of each pair. Where its
     prediction for a mixed input is farther than `tolerance` (a mean squared difference) from the
     mix of its predictions, the transitions are not linear between the two, and alpha goes down:
-    weights move towards 0 and 1. It stays within (0, 1].
+    weights move toward 0 and 1. It stays within (0, 1].
 
     Every sampled batch of pairs is one step of the discriminator and of alpha. Both are part of the
     buffer's state. As the source does, entries are taken as they are, not Z-scored; unlike it,

@@ -1,4 +1,4 @@
-"""The neighbour graph: neighbours at the price of a table look-up, with a recall of nearly 1.
+"""The neighbor graph: neighbors at the price of a table look-up, with a recall of nearly 1.
 
 Brute force compares each query with every point. The graph inverts the work: it keeps for every
 point a list of its C nearest others (C about 3k), and keeps the lists right as points come, go and

@@ -1,4 +1,4 @@
-"""What is done when: the life of a neighbour graph. The package's docstring tells the whole."""
+"""What is done when: the life of a neighbor graph. The package's docstring tells the whole."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _STATE = ("_ordered_under", "_stale", "_counts")
 
 
 class NeighborGraph(Search):
-    """Nearest neighbours from lists that are kept up as points come, go and the scale drifts.
+    """Nearest neighbors from lists that are kept up as points come, go and the scale drifts.
 
     Args:
-        k: Number of neighbours that queries will ask for; more are answered by brute force.
+        k: Number of neighbors that queries will ask for; more are answered by brute force.
 
     Keyword Args:
         candidates: Length of each list; `3 * k + 2`, at least 16, unless given.
@@ -210,7 +210,7 @@ class NeighborGraph(Search):
         self._renew(rows)
 
     def _first_bound(self, rows: Tensor) -> Tensor:
-        """An upper bound `[m]` on the squared distance of the C-th neighbour of each row.
+        """An upper bound `[m]` on the squared distance of the C-th neighbor of each row.
 
         From the products of a sweep where they are few. Else from some columns all over the table,
         and then from the lists of the nearest ones found.

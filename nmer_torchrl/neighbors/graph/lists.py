@@ -1,4 +1,4 @@
-"""The lists of a neighbour graph."""
+"""The lists of a neighbor graph."""
 
 from __future__ import annotations
 
