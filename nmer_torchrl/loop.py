@@ -1,9 +1,9 @@
-"""What a training loop tells a replay buffer besides its rows.
+"""Functions with which a training loop informs a replay buffer, besides writing rows.
 
-Most methods need none of it. `synchronize` and `finish_episode` call the method of that name of the
-buffer's sampler and of its pairing, where there is one. `report_errors` calls `update_priority` of
-the sampler. So a loop that calls these functions serves every method, and a sampler of your own
-takes part by having such a method.
+Most methods need none of them. `synchronize` and `finish_episode` call the method of that name of
+the buffer's sampler and of its pairing, if they have one. `report_errors` calls the sampler's
+`update_priority`. A loop that calls these functions works with every method, and your own sampler
+takes part if it has such a method.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from nmer_torchrl import _compat
 
 
 def synchronize(buffer: TensorDictReplayBuffer) -> None:
-    """Takes up newly written rows at once instead of at the next draw.
+    """Processes newly written rows now instead of at the next draw.
 
-    A neighbor search then works while rows come in, and a draw waits for less. Batches are the
+    A neighbor search then works while rows are collected, and draws take less time. Batches are the
     same either way.
 
     Examples:
@@ -36,7 +36,7 @@ def synchronize(buffer: TensorDictReplayBuffer) -> None:
 
 
 def finish_episode(buffer: TensorDictReplayBuffer, episode_return: float) -> None:
-    """Tells a buffer that a training episode has ended with this return.
+    """Informs a buffer that a training episode has ended with this return.
 
     Examples:
         >>> from nmer_torchrl import make_replay_buffer
@@ -48,9 +48,9 @@ def finish_episode(buffer: TensorDictReplayBuffer, episode_return: float) -> Non
 
 
 def report_errors(buffer: TensorDictReplayBuffer, batch: TensorDictBase, errors: Tensor) -> None:
-    """Tells a buffer the absolute TD errors `[B]` of a batch that it drew.
+    """Passes the absolute TD errors `[B]` of a batch to the buffer that drew it.
 
-    Priorities follow them. Samplers without priorities are told nothing.
+    They update the priorities. Nothing happens for samplers without priorities.
 
     Examples:
         >>> import torch
@@ -70,10 +70,10 @@ def report_errors(buffer: TensorDictReplayBuffer, batch: TensorDictBase, errors:
 
 
 def learns(buffer: TensorDictReplayBuffer) -> bool:
-    """Returns whether what a buffer draws depends on the updates made so far.
+    """Returns whether the rows that a buffer draws depend on the updates made so far.
 
-    If not, a loop may draw all batches of a frame at once. A sampler, pairing or transform says so
-    by an attribute `learns`; samplers of priorities always do.
+    If not, a loop may draw all batches of a frame at once. A sampler, pairing or transform whose
+    draws depend on updates has a true attribute `learns`. Prioritized samplers always count.
 
     Examples:
         >>> from nmer_torchrl import make_replay_buffer
@@ -87,7 +87,7 @@ def learns(buffer: TensorDictReplayBuffer) -> bool:
 
 
 def _methods(buffer: TensorDictReplayBuffer, *names: str) -> Iterator[Any]:
-    """Yields the first of these methods that the sampler has, and that the sample unit has."""
+    """Yields the first of these methods of the sampler and of the sample unit, if they have any."""
     for part in (buffer.sampler, _compat.unit_of(buffer)):
         for name in names:
             if hasattr(part, name):

@@ -17,11 +17,11 @@ from nmer_torchrl.functional import as_rows
 class PairStorage(LazyTensorStorage):
     """A `LazyTensorStorage` that reads batches and writes single rows faster.
 
-    The results are the same. Each entry is gathered by `index_select`. Of the `[B, 2]` positions of
-    a pair sampler it gathers all anchors first and then all partners, which leaves both contiguous
+    The results are the same. Each entry is gathered with `index_select`. For `[B, 2]` positions of
+    a pair sampler it gathers all anchors first and then all partners, so that both are contiguous
     for the fold. A single row is copied entry by entry. Rows are read and written under a lock that
-    processes share, so that none is read while `buffer[i] = row`, which takes no such lock, writes
-    it in another process. `make_replay_buffer` uses this storage unless it is given one.
+    processes share, so that no row is read while `buffer[i] = row`, for which the buffer takes no
+    such lock, writes it in another process. `make_replay_buffer` uses this storage by default.
 
     Examples:
         >>> import torch
@@ -34,7 +34,7 @@ class PairStorage(LazyTensorStorage):
                 [7., 5.]])
     """
 
-    # Positions of the last rows written to a device, as they were given and on the CPU.
+    # Positions last written to a device other than the CPU: as given, and copied to the CPU.
     written: tuple[Tensor, Tensor] | None = None
 
     def get(self, index: Any) -> Any:
@@ -49,7 +49,7 @@ class PairStorage(LazyTensorStorage):
             return super().get(index)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up saved rows, which go to the storage's device wherever they were saved."""
+        """Restores saved rows and moves them to the storage's device."""
         device = _compat.rows_device(self)
         super().load_state_dict(move_state(state_dict, device))
         _compat.settle(self, device)
@@ -67,18 +67,18 @@ class PairStorage(LazyTensorStorage):
                     return
             rows, device = cursor, _compat.rows_device(self)
             if isinstance(cursor, Tensor) and cursor.ndim == 1 and device.type != "cpu":
-                # TorchRL, and the samplers, would each wait for the device to look at them.
+                # One copy to the CPU, so that TorchRL and the samplers do not each wait for one.
                 self.written = cursor, cursor.cpu()
                 rows = as_rows(self.written[1], device)
             super().set(rows, data, set_cursor=set_cursor)
 
 
 def move_state(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """A copy of a storage's state with all tensors on that device, however nested.
+    """Returns a copy of a storage's state with all tensors, also nested ones, on the device.
 
-    TorchRL's storages take up saved rows where they are.
+    TorchRL's storages leave saved rows on the device on which they were saved.
     """
-    moved = copy.copy(state)  # which keeps what a tensordict attaches to its state
+    moved = copy.copy(state)  # keeps the metadata that tensordict attaches to its state
     for name, value in state.items():
         if isinstance(value, Tensor):
             moved[name] = value.to(device)
@@ -89,7 +89,7 @@ def move_state(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _read_rows(data: TensorDict, index: Tensor) -> TensorDictBase:
-    """Rows `[n, ...]` at positions `[B]`."""
+    """Returns the rows at positions `[B]` of entries `[n, ...]`."""
     entries: dict[str, Any] = {}
     for name, value in data.items():
         if isinstance(value, Tensor):
@@ -123,7 +123,7 @@ def _match(stored: TensorDict, row: TensorDict) -> list[tuple[Tensor, Tensor]] |
 
 
 def _read_pairs(data: TensorDict, index: Tensor, flat: Tensor) -> TensorDictBase:
-    """Rows `[n, ...]` at positions `[2, B]`, also given as `[2 * B]`, as `[B, 2, ...]`."""
+    """Returns rows `[B, 2, ...]` at positions `[2, B]`, which are also given flat, `[2 * B]`."""
     entries: dict[str, Any] = {}
     for name, value in data.items():
         if isinstance(value, Tensor):

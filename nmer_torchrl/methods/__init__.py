@@ -1,4 +1,4 @@
-"""Replay methods, one to a file: the options of each, and the parts that it makes of them."""
+"""Replay methods, one per file: each has its options and builds its sampler and transform."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ METHODS: dict[str, type[Method[Any]]] = {
 def make_method(
     method: str | type[Method[Any]], options: Mapping[str, Any], beside: Iterable[str] = ()
 ) -> Method[Any]:
-    """Returns a method with these options; raises if it does not have one of them.
+    """Builds a method from its options; raises an error for options that it does not have.
 
     Args:
         method: The name of a method, or its class.
-        options: Its options by name.
-        beside: Other names that the user may have meant.
+        options: The method's options by name.
+        beside: Further valid names that an error may suggest for a misspelled option.
 
     Examples:
         >>> make_method("per", {"priority_beta": 1.0})

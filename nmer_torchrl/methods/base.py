@@ -1,4 +1,4 @@
-"""What a method is: its options, and the parts of a replay buffer that it makes of them."""
+"""Base class of replay methods, and the declaration of their options."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ S = TypeVar("S", bound=Sampler)
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC, Generic[S]):
-    """Builds the sampler and the transform of a replay buffer: a replay method with its options.
+    """A replay method with its options, which builds the sampler and transform of a buffer.
 
-    A method is a frozen dataclass. Its fields are its options with their defaults; a field that
-    `option` declares is checked. `S` is the type of its sampler, so that type checkers know
-    `buffer.sampler`.
+    A method is a frozen dataclass. Its fields are its options with their defaults. Fields that are
+    declared with `option` are checked. `S` is the type of its sampler, so that type checkers know
+    the type of `buffer.sampler`.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -45,10 +45,10 @@ class Method(ABC, Generic[S]):
     """
 
     buffer_class: ClassVar[type[TensorDictReplayBuffer]] = TensorDictReplayBuffer
-    any_storage: ClassVar[bool] = False  # whether rows may be other than tensors in one dimension
+    any_storage: ClassVar[bool] = False  # if False, the storage must hold tensors in one dimension
 
     def __post_init__(self) -> None:
-        """Reads each option by the function that it was declared with."""
+        """Checks and converts each option with the function that it was declared with."""
         for each in fields(self):
             if (read := each.metadata.get("read")) is not None:
                 try:
@@ -60,12 +60,13 @@ class Method(ABC, Generic[S]):
 
     @abstractmethod
     def make_sampler(self, capacity: int) -> S:
-        """Builds the sampler of a buffer that holds so many rows."""
+        """Builds the sampler of a buffer with this capacity."""
 
     def make_transform(self, sampler: S) -> Transform | None:
-        """Builds the transform that goes with the sampler. None leaves rows as they are stored.
+        """Builds the transform that belongs to the sampler, or None to use rows as stored.
 
-        Where its attribute `generator` is None, the buffer sets one that is seeded from its own.
+        If the transform's attribute `generator` is None, the buffer sets a generator there, which
+        it seeds from its own.
         """
         return None
 
@@ -74,9 +75,9 @@ def option(default: Any, read: Callable[[str, Any], Any]) -> Any:
     """Declares a field of a method together with the function that checks its value.
 
     Args:
-        default: Its default.
-        read: From the name of the field and a value to the value that is kept. It raises a
-            `TypeError` or `ValueError` if the value is not allowed, as a `checks.Number` does.
+        default: The default of the field.
+        read: A function of the field's name and a value that returns the value to keep. It raises
+            a `TypeError` or `ValueError` if the value is not allowed, as `checks.Number` does.
 
     Examples:
         >>> from nmer_torchrl.checks import COUNT

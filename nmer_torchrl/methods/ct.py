@@ -13,7 +13,7 @@ class CT(Pairs[TemporalPairSampler]):
     """Mixes each row with the one that followed it in its episode.
 
     The mix is `w * anchor + (1 - w) * successor` with `w ~ Beta(alpha, alpha)`. This is Continuous
-    Transition as the NMER paper compares with it; `TunedCT` learns alpha.
+    Transition as the NMER paper evaluates it; `TunedCT` learns alpha.
 
     The options are those of `Keyed`, `Ending`, `Gated`, `Folding` and `Pairs`.
 
@@ -27,5 +27,5 @@ class CT(Pairs[TemporalPairSampler]):
     """
 
     def make_sampler(self, capacity: int) -> TemporalPairSampler:
-        """Builds the sampler of rows and their successors."""
+        """Builds the sampler that pairs rows with their successors."""
         return TemporalPairSampler(keys=self.keys, value_keys=self.value_keys)

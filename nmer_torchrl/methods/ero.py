@@ -12,9 +12,9 @@ from nmer_torchrl.samplers import ReplayOptimizationSampler
 class ERO(Keyed[ReplayOptimizationSampler]):
     """Draws rows uniformly among those that a learned policy keeps.
 
-    A network scores each row by reward, TD error and age, and keeps it with that probability
-    (see `ReplayOptimizationSampler`). It takes TD errors by `buffer.update_priority(index, error)`,
-    and needs a call of `buffer.sampler.finish_episode` at the end of each episode.
+    A network scores each row by reward, TD error and age, and keeps it with that probability (see
+    `ReplayOptimizationSampler`). TD errors are passed by `buffer.update_priority(index, error)`.
+    Call `buffer.sampler.finish_episode` at the end of each episode.
 
     The options are those of `Keyed`.
 
@@ -28,7 +28,7 @@ class ERO(Keyed[ReplayOptimizationSampler]):
     """
 
     def __post_init__(self) -> None:
-        """Refuses keys with no reward, or with several."""
+        """Raises an error unless the keys contain exactly one reward."""
         super().__post_init__()
         rewards = self.roles.rewards
         if len(rewards) != 1:
@@ -38,5 +38,5 @@ class ERO(Keyed[ReplayOptimizationSampler]):
             )
 
     def make_sampler(self, capacity: int) -> ReplayOptimizationSampler:
-        """Builds the sampler with its policy."""
+        """Builds the sampler, which contains the policy."""
         return ReplayOptimizationSampler(reward_key=self.roles.rewards[0])

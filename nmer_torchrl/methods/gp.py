@@ -1,4 +1,4 @@
-"""Outcomes that a Gaussian process predicts."""
+"""Mixup of inputs with outcomes predicted by a Gaussian process."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from nmer_torchrl.transforms import GaussianProcessMixup
 
 @dataclass(frozen=True, kw_only=True)
 class GP(Near[NeighborhoodSampler], Folding[NeighborhoodSampler]):
-    """Mixes observation and action, and predicts reward and next observation there.
+    """Mixes observation and action, and predicts reward and next observation for the mix.
 
-    Inputs are mixed as by `Neighborhood`. Outcomes are predicted from the anchor and its
+    Inputs are mixed as in `Neighborhood`. Outcomes are predicted from the anchor and its
     neighbors by `m + k^T K^-1 (Y - m)`, with variance `1 - k^T K^-1 k` (see `GaussianProcess`).
 
     The options are those below and those of `Keyed`, `Ending`, `Near`, `Gated` and `Folding`.
 
-    Source: this project, after the Gaussian processes of the code that R. Sander et al. released
+    Source: this project, based on the Gaussian processes in the code that R. Sander et al. released
     with *Neighborhood mixup experience replay*, L4DC, 2022.
 
     Keyword Args:
         k: Number of neighbors.
-        lengthscale: Over how many mean distances between neighbors outcomes change.
-        noise_variance: Variance of outcomes at one input, as a share of their variance.
-        max_variance: Rows whose prediction has a larger variance stay unmixed.
+        lengthscale: Length scale of the kernel, in mean distances between neighbors.
+        noise_variance: Variance of outcomes at one input, as a share of their total variance.
+        max_variance: Rows whose prediction has a larger variance are not mixed.
 
     Examples:
         >>> from nmer_torchrl import make_replay_buffer
@@ -44,7 +44,7 @@ class GP(Near[NeighborhoodSampler], Folding[NeighborhoodSampler]):
     max_variance: float = option(GaussianProcess.max_variance, Number(above=0, most=1))
 
     def __post_init__(self) -> None:
-        """Refuses a metric without a Euclidean space."""
+        """Raises an error if the metric has no Euclidean embedding."""
         super().__post_init__()
         if not make_metric(self.metric).embeds:
             raise ValueError(
@@ -57,7 +57,7 @@ class GP(Near[NeighborhoodSampler], Folding[NeighborhoodSampler]):
         return NeighborhoodSampler(self.k, **self.search_options())
 
     def make_transform(self, sampler: NeighborhoodSampler) -> GaussianProcessMixup:
-        """Builds the fold."""
+        """Builds the transform that mixes inputs and predicts outcomes."""
         return GaussianProcessMixup(
             self.alpha,
             process=GaussianProcess(self.lengthscale, self.noise_variance, self.max_variance),

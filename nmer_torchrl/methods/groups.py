@@ -1,4 +1,4 @@
-"""Options that several methods share, as abstract bases of methods."""
+"""Abstract base classes of methods, each with options that several methods share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from nmer_torchrl.methods.options import (
 from nmer_torchrl.neighbors import SearchOption
 from nmer_torchrl.transforms import Gate, MeanMixup, PairMixup, Same
 
-ALPHA = 0.75  # the default of NMER's released code, as of every method that mixes pairs
+ALPHA = 0.75  # default in NMER's released code; used here by all methods that mix pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Keyed(Method[S]):
     """Holds the options of methods that read entries of rows.
 
     Keyword Args:
-        keys: Observations and actions; distances are measured in them.
+        keys: Observations and actions. Distances are measured over these entries.
         value_keys: Entries that are mixed besides `keys`: next observations and rewards.
     """
 
@@ -54,10 +54,10 @@ class Keyed(Method[S]):
 
 @dataclass(frozen=True, kw_only=True)
 class Ending(Keyed[S]):
-    """Holds the options of methods that leave terminal rows as they are.
+    """Holds the options of methods that do not change terminal rows.
 
     Keyword Args:
-        terminated_key: The flag of a terminal row.
+        terminated_key: Entry that marks a terminal row.
     """
 
     terminated_key: NestedKey = option(TERMINATED_KEY, read_key)
@@ -65,14 +65,15 @@ class Ending(Keyed[S]):
 
 @dataclass(frozen=True, kw_only=True)
 class Near(Keyed[S]):
-    """Holds the options of methods that search neighbors.
+    """Holds the options of methods that search for neighbors.
 
     Keyword Args:
         search: The neighbor search (see `NeighborPairSampler`).
         metric: The distance between rows: the name of a metric, such as `"mahalanobis"`, a name
             with arguments, as in `{"euclidean": {"weights": {"action": 0.5}}}`, or a metric object.
-        max_distance: Rows whose neighbors are farther away than this stay unmixed.
-            `{"quantile": 0.9}` sets the limit from the distances of recent rows. None for no limit.
+        max_distance: Rows whose neighbors are farther away than this are not mixed.
+            `{"quantile": 0.9}` derives the limit from the distances of recent pairs. None sets no
+            limit.
     """
 
     search: SearchOption = option("auto", read_search)
@@ -80,12 +81,12 @@ class Near(Keyed[S]):
     max_distance: DistanceOption | None = option(None, read_distance)
 
     def __post_init__(self) -> None:
-        """Refuses a metric that the search does not serve, or that the keys do not suit."""
+        """Raises an error if the metric does not fit the search or the keys."""
         super().__post_init__()
         make_metric(self.metric).check(self.search, tuple(self.keys))
 
     def search_options(self) -> dict[str, Any]:
-        """Returns the arguments of a neighbor sampler."""
+        """Returns the keyword arguments of a neighbor sampler."""
         return {
             "search": self.search,
             "metric": make_metric(self.metric),
@@ -103,9 +104,9 @@ class Gated(Ending[S]):
         fraction: Share of rows that are mixed. A schedule such as `LinearFraction(...)`, or
             `{"linear": {...}}`, `{"exponential": {...}}`, `{"density": {...}}` with its arguments,
             changes it during training.
-        anchor_keys: Entries besides `keys` that stay the anchor's. Without them a warning names
-            the observations that are not mixed.
-        same_keys: Entries in which rows must agree to be mixed, such as discrete actions (see
+        anchor_keys: Entries besides `keys` that are not mixed on purpose. A warning names all other
+            observations that are not mixed.
+        same_keys: Entries that must be equal for rows to be mixed, such as discrete actions (see
             `Same`).
     """
 
@@ -114,12 +115,12 @@ class Gated(Ending[S]):
     same_keys: Sequence[NestedKey] = option((), read_keys)
 
     def make_gates(self) -> list[Gate]:
-        """Builds the gates of the fold."""
+        """Builds the gates, which decide which rows are mixed."""
         same: list[Gate] = [Same(*self.same_keys)] if self.same_keys else []
         return same + make_fraction(self.fraction)
 
     def fold_options(self) -> dict[str, Any]:
-        """Returns the arguments of a fold."""
+        """Returns the keyword arguments of a fold."""
         return {
             "mix_keys": (*self.keys, *self.value_keys),
             "terminated_key": self.terminated_key,
@@ -134,7 +135,7 @@ class Folding(Gated[S]):
 
     Keyword Args:
         alpha: Parameter of the Beta distribution of the weights, or of the Dirichlet distribution
-            where there are more than two: small values give nearly all weight to one row, large
+            if more than two rows are mixed. Small values give nearly all weight to one row, large
             values give nearly equal weights.
     """
 
@@ -143,7 +144,7 @@ class Folding(Gated[S]):
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs(Folding[S]):
-    """Mixes pairs: `w * anchor + (1 - w) * partner`. A subclass says who is paired.
+    """Mixes pairs: `w * anchor + (1 - w) * partner`. A subclass chooses the pairs.
 
     Keyword Args:
         interpolation: How pairs are mixed: `"beta"` with weights `w ~ Beta(alpha, alpha)`,
@@ -154,7 +155,7 @@ class Pairs(Folding[S]):
     interpolation: InterpolationName = option("beta", read_interpolation)
 
     def __post_init__(self) -> None:
-        """Refuses an `alpha` that the interpolation ignores."""
+        """Raises an error if `alpha` is given but the interpolation ignores it."""
         super().__post_init__()
         if self.interpolation != "beta" and self.alpha != ALPHA:
             raise ValueError(
@@ -163,7 +164,7 @@ class Pairs(Folding[S]):
             )
 
     def make_transform(self, sampler: S) -> Transform:
-        """Builds the fold."""
+        """Builds the transform that mixes the pairs."""
         if self.interpolation == "mean":
             return MeanMixup(**self.fold_options())
         alpha = 1.0 if self.interpolation == "uniform" else self.alpha
@@ -179,9 +180,9 @@ class Prioritized(Method[S]):
     TorchRL's schedulers anneal `buffer.sampler.beta`.
 
     Keyword Args:
-        priority_alpha: Exponent of the priorities: 0 draws uniformly, 1 in proportion.
-        priority_beta: Exponent of the importance weights: 0 corrects nothing, 1 everything.
-        priority_eps: Constant that is added to each priority, so that no row is out of reach.
+        priority_alpha: Exponent of the priorities: 0 draws uniformly, 1 in proportion to them.
+        priority_beta: Exponent of the importance weights: 0 is no correction, 1 is full correction.
+        priority_eps: Constant that is added to each priority, so that every row can be drawn.
     """
 
     priority_alpha: float = option(0.6, NOT_NEGATIVE)
@@ -189,7 +190,7 @@ class Prioritized(Method[S]):
     priority_eps: float = option(1e-6, POSITIVE)
 
     def priority_options(self) -> dict[str, Any]:
-        """Returns the arguments of a prioritized sampler."""
+        """Returns the keyword arguments of a prioritized sampler."""
         return {
             "alpha": self.priority_alpha,
             "beta": self.priority_beta,

@@ -15,11 +15,11 @@ from nmer_torchrl.transforms import RewardMean
 class InterpolatedRewards(Near[NeighborPairSampler], Ending[NeighborPairSampler]):
     """Averages the reward of each row with that of one of its k nearest neighbors.
 
-    The reward becomes `(r + r_partner) / 2`; all else stays the anchor's. The options are those
-    below and those of `Keyed`, `Ending` and `Near`.
+    The reward becomes `(r + r_partner) / 2`; all other entries are the anchor's. The options are
+    those below and those of `Keyed`, `Ending` and `Near`.
 
     Source: W. Pilar von Pilchau et al., *Bootstrapping a DQN replay memory with synthetic
-    experiences*, IJCCI, 2020, which averages over visits of one discrete state.
+    experiences*, IJCCI, 2020, which averages over visits to one discrete state.
 
     Keyword Args:
         k: Number of neighbors to choose from.
@@ -38,5 +38,5 @@ class InterpolatedRewards(Near[NeighborPairSampler], Ending[NeighborPairSampler]
         return NeighborPairSampler(self.k, **self.search_options())
 
     def make_transform(self, sampler: NeighborPairSampler) -> RewardMean:
-        """Builds the fold."""
+        """Builds the transform that averages rewards."""
         return RewardMean(reward_keys=self.roles.rewards, terminated_key=self.terminated_key)

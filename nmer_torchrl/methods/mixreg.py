@@ -17,10 +17,10 @@ from nmer_torchrl.transforms import MixReg
 
 @dataclass(frozen=True, kw_only=True)
 class Mixreg(Keyed[RandomPairSampler]):
-    """Mixes the inputs of any two rows, and keeps the outcome of one of them.
+    """Mixes the inputs of two random rows, and keeps the outcome of one of them.
 
     Observation and action are `w * anchor + (1 - w) * partner` with `w ~ Beta(alpha, alpha)`. All
-    else is the anchor's with probability `w`, and the partner's otherwise (see `MixReg`).
+    other entries are the anchor's with probability `w`, else the partner's (see `MixReg`).
 
     The options are those below and those of `Keyed`.
 
@@ -29,7 +29,8 @@ class Mixreg(Keyed[RandomPairSampler]):
 
     Keyword Args:
         alpha: Parameter of the Beta distribution of the weights.
-        anchor_keys: Entries besides `keys` that stay unmixed without a warning.
+        anchor_keys: Entries besides `keys` that are not mixed on purpose, so that no warning names
+            them.
 
     Examples:
         >>> from nmer_torchrl import make_replay_buffer
@@ -45,5 +46,5 @@ class Mixreg(Keyed[RandomPairSampler]):
         return RandomPairSampler(keys=self.keys, value_keys=self.value_keys)
 
     def make_transform(self, sampler: RandomPairSampler) -> MixReg:
-        """Builds the fold."""
+        """Builds the transform that mixes inputs."""
         return MixReg(self.alpha, mix_keys=self.keys, anchor_keys=self.anchor_keys)

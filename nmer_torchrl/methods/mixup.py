@@ -1,4 +1,4 @@
-"""Mixup with any other row."""
+"""Mixup with a random row."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from nmer_torchrl.samplers import RandomPairSampler
 
 @dataclass(frozen=True, kw_only=True)
 class Mixup(Pairs[RandomPairSampler]):
-    """Mixes each row with any other: `w * anchor + (1 - w) * partner`, `w ~ Beta(alpha, alpha)`.
+    """Mixes each row with a random other row.
 
-    The options are those of `Keyed`, `Ending`, `Gated`, `Folding` and `Pairs`.
+    The mix is `w * anchor + (1 - w) * partner` with `w ~ Beta(alpha, alpha)`. The options are those
+    of `Keyed`, `Ending`, `Gated`, `Folding` and `Pairs`.
 
     Source: H. Zhang et al., *mixup: Beyond empirical risk minimization*, ICLR, 2018.
 

@@ -1,4 +1,4 @@
-"""Convex combinations of whole neighborhoods."""
+"""Convex combinations of a row and all its neighbors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Neighborhood(Near[NeighborhoodSampler], Folding[NeighborhoodSampler]):
     """Mixes each row with all of its k nearest neighbors.
 
     A row becomes `sum_i w_i * row_i` over the anchor and its neighbors, with weights
-    `w ~ Dirichlet(alpha, ..., alpha)`; with `k=1` it is `OneNN`.
+    `w ~ Dirichlet(alpha, ..., alpha)`. With `k=1` this is `OneNN`.
 
     The options are those below and those of `Keyed`, `Ending`, `Near`, `Gated` and `Folding`.
 
@@ -38,5 +38,5 @@ class Neighborhood(Near[NeighborhoodSampler], Folding[NeighborhoodSampler]):
         return NeighborhoodSampler(self.k, **self.search_options())
 
     def make_transform(self, sampler: NeighborhoodSampler) -> NeighborhoodMixup:
-        """Builds the fold."""
+        """Builds the transform that mixes neighborhoods."""
         return NeighborhoodMixup(self.alpha, **self.fold_options())

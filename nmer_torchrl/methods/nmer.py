@@ -14,9 +14,9 @@ from nmer_torchrl.samplers import NeighborPairSampler
 class NMER(Near[NeighborPairSampler], Pairs[NeighborPairSampler]):
     """Mixes each row with one of its k nearest neighbors.
 
-    A uniform anchor and one of its neighbors, by the distance over Z-scored observation and
-    action, become `w * anchor + (1 - w) * partner` with `w ~ Beta(alpha, alpha)`. Where either is
-    terminal, the anchor stays as it is.
+    The anchor is drawn uniformly. Its neighbors are nearest by the distance over Z-scored
+    observation and action. The pair becomes `w * anchor + (1 - w) * partner` with
+    `w ~ Beta(alpha, alpha)`. If either row is terminal, the anchor is used unchanged.
 
     The options are those below and those of `Keyed`, `Ending`, `Near`, `Gated`, `Folding`
     and `Pairs`.

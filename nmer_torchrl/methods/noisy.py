@@ -15,15 +15,15 @@ from nmer_torchrl.transforms import GaussianNoise
 class Noisy(Ending[SpreadSampler]):
     """Adds Gaussian noise to each number of a row: `x + sigma * std * n`, `n ~ N(0, 1)`.
 
-    `std` is the standard deviation of the number's dimension among all that is stored now. Terminal
-    rows stay as they are. The options are those below and those of `Keyed` and `Ending`.
+    `std` is the standard deviation of the number's dimension among all rows stored now. Terminal
+    rows are not changed. The options are those below and those of `Keyed` and `Ending`.
 
     Source: R. Sander et al., *Neighborhood mixup experience replay*, L4DC, 2022.
 
     Keyword Args:
-        sigma: Standard deviation of the noise, as a share of that of each dimension.
-        action_bounds: Least and greatest value of an action, to which noisy ones are clipped; None
-            for no bounds.
+        sigma: Standard deviation of the noise, as a share of each dimension's standard deviation.
+        action_bounds: Least and greatest value to which noisy actions are clipped. None does not
+            clip.
 
     Examples:
         >>> from nmer_torchrl import make_replay_buffer
@@ -35,16 +35,16 @@ class Noisy(Ending[SpreadSampler]):
     action_bounds: tuple[float, float] | None = (-1.0, 1.0)
 
     def __post_init__(self) -> None:
-        """Builds the noise once, which checks the bounds."""
+        """Builds the transform once, which checks the bounds."""
         super().__post_init__()
         self.make_transform(self.make_sampler(1))
 
     def make_sampler(self, capacity: int) -> SpreadSampler:
-        """Builds the sampler that keeps count of the spread."""
+        """Builds the sampler, which tracks the standard deviations."""
         return SpreadSampler(keys=(*self.keys, *self.value_keys))
 
     def make_transform(self, sampler: SpreadSampler) -> GaussianNoise:
-        """Builds the noise, in proportion to the sampler's spread."""
+        """Builds the transform that adds noise, scaled by the sampler's standard deviations."""
         return GaussianNoise(
             self.sigma,
             spread=sampler.spread,

@@ -10,7 +10,7 @@ from nmer_torchrl.samplers import NeighborPairSampler
 
 @dataclass(frozen=True, kw_only=True)
 class OneNN(Near[NeighborPairSampler], Pairs[NeighborPairSampler]):
-    """Mixes each row with its nearest neighbor; in all else it is `NMER`.
+    """Mixes each row with its nearest neighbor; it is otherwise the same as `NMER`.
 
     The options are those of `Keyed`, `Ending`, `Near`, `Gated`, `Folding` and `Pairs`.
 

@@ -1,4 +1,4 @@
-"""Reads options that scripts and config files give as names, numbers and mappings."""
+"""Converts options given as names, numbers or mappings, as in config files, to objects."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DistanceOption = float | Mapping[Literal["quantile"], float] | QuantileCap
 
 
 def make_metric(option: MetricOption) -> Metric:
-    """Returns the metric of that name, or of `{name: {argument: value}}`, or the metric itself.
+    """Builds a metric from its name or `{name: {argument: value}}`; returns a metric unchanged.
 
     Examples:
         >>> make_metric("mahalanobis")
@@ -53,7 +53,7 @@ def make_metric(option: MetricOption) -> Metric:
 
 
 def make_fraction(option: FractionOption) -> list[Gate]:
-    """Builds the gate that mixes a share of the rows; none if it is all of them.
+    """Builds the gate that mixes a share of the rows; returns no gate if the share is 1.
 
     Examples:
         >>> make_fraction({"linear": {"first": 1, "last": 0, "rows": 1e6}})
@@ -73,7 +73,7 @@ def make_fraction(option: FractionOption) -> list[Gate]:
 
 
 def make_cap(option: DistanceOption | None) -> float | QuantileCap | None:
-    """Returns the greatest distance of a partner, as a pairing takes it.
+    """Converts the option to a distance limit, as pairings accept it.
 
     Examples:
         >>> make_cap({"quantile": 0.9})
@@ -92,7 +92,7 @@ def make_cap(option: DistanceOption | None) -> float | QuantileCap | None:
 
 
 def _named(name: str, option: Any, known: Mapping[Any, Callable[..., Any]], other: str = "") -> Any:
-    """Builds the part of that name, or of `{name: {argument: value}}`."""
+    """Builds an object from its name or `{name: {argument: value}}`."""
     if isinstance(option, str):
         option = {option: {}}
     if not isinstance(option, Mapping) or len(option) != 1:
@@ -109,21 +109,21 @@ def _named(name: str, option: Any, known: Mapping[Any, Callable[..., Any]], othe
         raise ValueError(f"{name}={word!r} with {dict(arguments or {})}: {error}.") from None
 
 
-# What reads each option: from its name and a value to the value that the method keeps.
+# Functions for `option`: from an option's name and value to the value that the method keeps.
 
 
 def read_keys(name: str, value: Any) -> tuple[NestedKey, ...]:
-    """Reads a sequence of keys."""
+    """Validates a sequence of keys."""
     return as_keys(value, name)
 
 
 def read_key(name: str, value: Any) -> NestedKey:
-    """Reads one key."""
+    """Validates one key."""
     return as_keys([value], name)[0]
 
 
 def read_interpolation(name: str, value: Any) -> InterpolationName:
-    """Reads the name of an interpolation."""
+    """Validates the name of an interpolation."""
     known = get_args(InterpolationName)
     if value not in known:
         raise ValueError(f"Unknown {name} {value!r}; the known ones are {', '.join(known)}.")
@@ -131,7 +131,7 @@ def read_interpolation(name: str, value: Any) -> InterpolationName:
 
 
 def _keeps(check: Callable[[Any], object]) -> Callable[[str, Any], Any]:
-    """Returns what keeps a value as it was given, unless the check raises."""
+    """Returns a function that runs the check and returns the value unchanged."""
 
     def read(name: str, value: Any) -> Any:
         check(value)

@@ -13,7 +13,7 @@ class PER(Prioritized[CheckedPrioritizedSampler]):
     """Draws stored rows by priority.
 
     Row i has the probability `(p_i + eps) ** alpha / sum_j (p_j + eps) ** alpha` and the importance
-    weight `(N * P(i)) ** -beta`, divided by the largest of them. The options are those of
+    weight `(N * P(i)) ** -beta`, divided by the largest weight. The options are those of
     `Prioritized`.
 
     Source: T. Schaul et al., *Prioritized experience replay*, ICLR, 2016.
@@ -28,5 +28,5 @@ class PER(Prioritized[CheckedPrioritizedSampler]):
     any_storage = True
 
     def make_sampler(self, capacity: int) -> CheckedPrioritizedSampler:
-        """Builds TorchRL's prioritized sampler, with checks."""
+        """Builds TorchRL's prioritized sampler with added checks."""
         return CheckedPrioritizedSampler(capacity, **self.priority_options())

@@ -19,14 +19,15 @@ class PERNMER(
 ):
     """Mixes rows that are drawn by priority with one of their k nearest neighbors.
 
-    It is `NMER` with anchors of `PER`. Both members of a pair get their share of a new TD error,
-    and the importance weight of a mixed row is mixed as the row is (see
+    It is `NMER` with anchors drawn as in `PER`. A new TD error updates the priorities of both rows
+    of a pair, and the importance weights of the two are mixed like the rows (see
     `PairPrioritizedReplayBuffer`).
 
     The options are those below and those of `Keyed`, `Ending`, `Near`, `Gated`, `Folding`,
     `Pairs` and `Prioritized`.
 
-    Source: R. Sander et al., *Neighborhood mixup experience replay*, L4DC, 2022.
+    Source: the code that R. Sander et al. released with *Neighborhood mixup experience replay*,
+    L4DC, 2022 (rmsander/interreplay on GitHub). The paper itself does not combine PER and NMER.
 
     Keyword Args:
         k: Number of neighbors to choose from.

@@ -43,7 +43,7 @@ class RAS(Keyed[RandomSampler]):
         return RandomSampler()
 
     def make_transform(self, sampler: RandomSampler) -> AmplitudeScaling:
-        """Builds the transform of observations."""
+        """Builds the transform that scales observations."""
         return AmplitudeScaling(
             self.min_factor, self.max_factor, observation_keys=self.roles.observations
         )

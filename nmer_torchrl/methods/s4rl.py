@@ -37,5 +37,5 @@ class S4RL(Keyed[RandomSampler]):
         return RandomSampler()
 
     def make_transform(self, sampler: RandomSampler) -> StateMixup:
-        """Builds the transform of observations."""
+        """Builds the transform that mixes observations."""
         return StateMixup(self.alpha, observation_keys=self.roles.observations)

@@ -17,10 +17,10 @@ from nmer_torchrl.transforms import TunedMixup
 
 @dataclass(frozen=True, kw_only=True)
 class TunedCT(Ending[TemporalPairSampler]):
-    """Mixes each row with the one that followed it, and learns alpha of the weights.
+    """Mixes each row with the one that followed it in its episode, and learns alpha.
 
-    It is `CT` with `TunedMixup`: a model of the transitions tells where a mix is not what lies
-    between the two, and alpha goes down.
+    It is `CT` with `TunedMixup`: a learned model of the transitions estimates whether they are
+    linear between the two rows. Where they are not, alpha decreases.
 
     The options are those below and those of `Keyed` and `Ending`.
 
@@ -28,8 +28,8 @@ class TunedCT(Ending[TemporalPairSampler]):
     control problems via mixup*, ICRA, 2021.
 
     Keyword Args:
-        first_alpha: Where alpha starts.
-        anchor_keys: Entries besides `keys` that stay the anchor's.
+        first_alpha: Initial value of alpha.
+        anchor_keys: Entries besides `keys` that are not mixed on purpose.
 
     Examples:
         >>> from nmer_torchrl import make_replay_buffer
@@ -41,11 +41,11 @@ class TunedCT(Ending[TemporalPairSampler]):
     anchor_keys: Sequence[NestedKey] = option((), read_keys)
 
     def make_sampler(self, capacity: int) -> TemporalPairSampler:
-        """Builds the sampler of rows and their successors."""
+        """Builds the sampler that pairs rows with their successors."""
         return TemporalPairSampler(keys=self.keys, value_keys=self.value_keys)
 
     def make_transform(self, sampler: TemporalPairSampler) -> TunedMixup:
-        """Builds the fold that learns alpha."""
+        """Builds the transform that mixes pairs and learns alpha."""
         return TunedMixup(
             self.first_alpha,
             keys=self.keys,

@@ -1,7 +1,7 @@
-"""Metrics: how far apart two rows are.
+"""Metrics define the distance between two rows.
 
-A metric is given to a sampler of neighbors as `metric=`. It is a description that never changes;
-what it needs to know of the rows stored now is in the *space* that it opens for a sampler.
+A metric is passed to a neighbor sampler as `metric=`. It is immutable. The statistics of the stored
+rows are in the *space* that it opens for a sampler.
 """
 
 from nmer_torchrl.metrics.base import Metric, Space, View

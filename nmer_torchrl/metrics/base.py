@@ -1,4 +1,4 @@
-"""The whole contract of a metric: what it is, and the space that it opens for a pairing."""
+"""The interface of a metric, and of the space that it opens for a pairing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from nmer_torchrl.neighbors import PointTable, Search, SearchOption
 
-Widths: TypeAlias = Mapping[NestedKey, int]  # of entries, in the order in which points join them
+Widths: TypeAlias = Mapping[NestedKey, int]  # widths of entries, in the order they have in points
 
 
 class View(Protocol):
-    """Distances under the statistics of one moment. It never changes, so any thread may use it.
+    """Measures distances under the statistics of one moment; immutable, so safe to share.
 
     Examples:
         >>> from nmer_torchrl.metrics import Euclidean
@@ -29,11 +29,11 @@ class View(Protocol):
     """
 
     def embed(self, points: Tensor) -> Tensor:
-        """Points `[..., d]` to where their Euclidean distance is the metric's, float64."""
+        """Maps points `[..., d]` to float64 points whose Euclidean distance is the metric's."""
         ...
 
     def distances(self, first: Tensor, second: Tensor) -> Tensor:
-        """Distances `[...]` between points `[..., d]`, float64."""
+        """Returns the distances `[...]` between points `[..., d]`, in float64."""
         ...
 
 
@@ -51,35 +51,35 @@ class Space(ABC):
     """
 
     search: Search
-    table: PointTable  # the points as they were read
+    table: PointTable  # the points as read from the storage, unscaled
 
     @abstractmethod
     def replace(self, index: Tensor, points: Tensor, removed: Tensor) -> None:
-        """The points `[n, d]` now stand at the positions `[n]`; the `[m, d]` removed are gone.
+        """Writes the points `[n, d]` to the positions `[n]`, and drops the `[m, d]` removed ones.
 
         As in `NeighborSearch.write`, a point with a non-finite entry empties its position. Among
-        the removed, such a point stands for a position that was empty.
+        the removed points, it means that the position was empty.
         """
 
     @abstractmethod
     def query(self, index: Tensor, k: int) -> Tensor:
-        """Positions `[q]` to those `[q, k]` of their nearest others, as `NeighborSearch.query`."""
+        """Returns the neighbors `[q, k]` of positions `[q]`, as `NeighborSearch.query` does."""
 
     @abstractmethod
     def view(self) -> View:
-        """Distances as they are now."""
+        """Returns the distances under the current statistics."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what does not follow from the points: what the search keeps, by default."""
+        """Returns the state that cannot be rebuilt from the points; by default the search's."""
         return self.search.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up a saved state, the points being there; ignores one that does not fit."""
+        """Restores a saved state after the points were written; ignores one that does not fit."""
         self.search.load_state_dict(state)
 
 
 class Metric(ABC):
-    """Says how far apart two rows are, by their entries under a sampler's `keys`.
+    """Defines the distance between two rows by their entries under a sampler's `keys`.
 
     Examples:
         >>> from nmer_torchrl.metrics import Euclidean
@@ -91,7 +91,7 @@ class Metric(ABC):
         ByAction(weights={'action': 2.0})
     """
 
-    feature: Callable[[TensorDictBase], Tensor] | None = None  # rows to points, if not their keys
+    feature: Callable[[TensorDictBase], Tensor] | None = None  # maps rows to points; None: by keys
     # True if the metric depends on keys. Such a metric cannot be used in `FeatureSpace`.
     by_key: bool = False
     # True if `View.embed` maps points to a space in which the metric is the Euclidean distance.
@@ -99,8 +99,8 @@ class Metric(ABC):
 
     @abstractmethod
     def check(self, search: SearchOption, keys: tuple[NestedKey, ...]) -> None:
-        """Raises if this metric does not go with that search or with these keys."""
+        """Raises an error if this metric does not support the search or the keys."""
 
     @abstractmethod
     def open(self, search: SearchOption, k: int, widths: Widths, device: torch.device) -> Space:
-        """A new space for k neighbors among points that join entries of these widths."""
+        """Builds a space for k neighbors among points that concatenate entries of these widths."""

@@ -1,4 +1,4 @@
-"""Distances over Z-scored dimensions."""
+"""Metrics over Z-scored dimensions."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from nmer_torchrl.tracking.standardize import RunningStandardizer
 
 
 class Euclidean(Metric):
-    """The norm of `weight * (a - b) / std`, dimension by dimension: NMER's own metric.
+    """The norm of `weight * (a - b) / std`, dimension by dimension: the metric of NMER.
 
-    `std` is the standard deviation among the rows stored now, 1 where a dimension does not vary.
-    Every search serves it.
+    `std` is the standard deviation among the rows stored now, or 1 if a dimension does not vary.
+    The default graph search may lag behind it by less than a percent (see `NeighborPairSampler`).
+    All searches support this metric.
 
     Keyword Args:
-        weights: How much the entries count, by key; 1 unless given. A weight of 2 makes distances
-            in that entry twice as long.
+        weights: Weights of entries, by key; the default is 1. A weight of 2 doubles distances in
+            that entry.
 
     Examples:
         >>> from nmer_torchrl import NeighborPairSampler
@@ -68,16 +69,16 @@ class Euclidean(Metric):
 
 
 class ProductNorm(Metric):
-    """The product of the norm of the states' difference and the norm of the actions', Z-scored.
+    """The product of two norms over Z-scored differences, one of states and one of actions.
 
     This is an option of the code that the authors of NMER released. It is not a metric in the
-    strict sense: rows are at distance 0 as soon as their states *or* their actions agree, so that
-    neighbors are near in one of the two rather than in both. It is no norm of `(a - b) * scale`
-    either, which is what most searches are made for: `"torch"` and `"keops"` serve it, exactly, by
-    brute force; `"auto"` is one of them.
+    strict sense: two rows have distance 0 if their states *or* their actions are equal, so
+    neighbors are near in one of the two rather than in both. It is not a norm of
+    `(a - b) * scale`, which most searches need. Only `"torch"` and `"keops"` support it, by exact
+    brute force; `"auto"` chooses one of them.
 
     Keyword Args:
-        action_keys: The entries of the second factor; the sampler's other `keys` are the first.
+        action_keys: Entries of the second norm. The sampler's other `keys` form the first norm.
 
     Examples:
         >>> from nmer_torchrl import NeighborPairSampler
@@ -94,7 +95,7 @@ class ProductNorm(Metric):
     def check(self, search: SearchOption, keys: tuple[NestedKey, ...]) -> None:
         """See `Metric.check`."""
         declared = as_search(search) if not isinstance(search, str) else SEARCHES.get(search)
-        if declared is not None and not declared.products:  # "auto" is one that has them
+        if declared is not None and not declared.products:  # "auto" chooses one that has them
             named = search if isinstance(search, str) else type(search).__name__
             raise ValueError(
                 f"search={named!r} does not serve ProductNorm, which is no norm of scaled "
@@ -120,7 +121,7 @@ class ProductNorm(Metric):
 
 
 def _by_dimension(values: dict[NestedKey, float], widths: Widths) -> Tensor:
-    """A number for each key to one for each dimension, `[d]`, float64."""
+    """Expands one number per key to one per dimension, `[d]` in float64."""
     return torch.cat(
         [torch.full((widths[key],), value, dtype=torch.float64) for key, value in values.items()]
     )
@@ -128,7 +129,7 @@ def _by_dimension(values: dict[NestedKey, float], widths: Widths) -> Tensor:
 
 @dataclass(frozen=True)
 class ScaledView:
-    """The norm of `(a - b) * scale` for a scale `[d]`; for `[g, d]`, the product of g of them."""
+    """The norm of `(a - b) * scale` for a scale `[d]`; the product of g norms for `[g, d]`."""
 
     scale: Tensor
 
@@ -148,13 +149,13 @@ class ScaledView:
 
 
 class ScaledSpace(Space):
-    """Points under a scale that follows their statistics, times constant factors.
+    """A space whose scale follows the statistics of its points, times constant factors.
 
     Args:
         search: An empty search.
         d: Number of dimensions.
-        factors: `[d]`, or `[g, d]` for a product of g norms; `None` for all 1.
-        device: Where the points are, and with them the statistics; the CPU unless given.
+        factors: `[d]`, or `[g, d]` for a product of g norms; `None` means 1 everywhere.
+        device: Device of the points and statistics. Default: the CPU.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class ScaledSpace(Space):
         self.statistics = RunningStandardizer(d, device)
         self.table = search.table or PointTable()
         self._factors = None if factors is None else factors.to(device)
-        self._scaled: tuple[Tensor, Tensor] | None = None  # the statistics' scale, and ours
+        self._scaled: tuple[Tensor, Tensor] | None = None  # scale without and with factors
 
     def replace(self, index: Tensor, points: Tensor, removed: Tensor) -> None:
         """See `Space.replace`."""
@@ -180,7 +181,7 @@ class ScaledSpace(Space):
 
     @property
     def scale(self) -> Tensor:
-        """`[d]` or `[g, d]`, float64. The same tensor until there is something new."""
+        """Returns the scale, `[d]` or `[g, d]` in float64; the same tensor until it changes."""
         scale = self.statistics.scale
         if self._factors is None:
             return scale

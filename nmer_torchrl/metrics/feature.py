@@ -1,4 +1,4 @@
-"""Distances between what a function makes of rows."""
+"""A metric over learned or computed features of rows."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from nmer_torchrl.neighbors import SearchOption
 
 
 class FeatureSpace(Metric):
-    """A metric, not a `Space`: measures features of rows, such as those of a learned encoder.
+    """A metric (not a `Space`) over features of rows, such as those of a learned encoder.
 
-    The function is called without gradients on rows as they are stored, a `TensorDict` of batch
-    size `[n]`, and returns points `[n, f]`. It is called once for each row that is written; when
-    the function itself has changed, such as after an encoder has been trained,
-    `sampler.refresh()` has all rows put through it again.
+    The function is called without gradients on stored rows, a `TensorDict` of batch size `[n]`, and
+    returns points `[n, f]`. It is called once for each row that is written. When the function
+    itself changes, such as after an encoder was trained, call `sampler.refresh()` to apply it to
+    all rows again.
 
     Args:
-        feature: The function, or module, from rows to points.
-        metric: How far apart points are; `Euclidean()` unless given.
+        feature: The function or module that maps rows to points.
+        metric: The distance between points. Default: `Euclidean()`.
 
     Examples:
         >>> import torch
@@ -34,7 +34,7 @@ class FeatureSpace(Metric):
         >>> sampler.refresh()  # after each change of the encoder
     """
 
-    by_key = True  # by the keys that the function reads
+    by_key = True  # the function reads keys
 
     def __init__(
         self, feature: Callable[[TensorDictBase], Tensor], metric: Metric | None = None

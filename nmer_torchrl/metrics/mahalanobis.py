@@ -1,4 +1,4 @@
-"""Distances over whitened dimensions."""
+"""A metric over whitened dimensions."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from nmer_torchrl.neighbors.exact import BLOCK, nearest, relative_error
 from nmer_torchrl.tracking.covariance import RunningCovariance
 from nmer_torchrl.tracking.standardize import recompute_if_doubtful
 
-_DRIFT = 0.05  # of the whitening, as a logarithm of distances, after which it is renewed
-_WIDER = 8  # times as many candidates, where those asked for first prove too little
+_DRIFT = 0.05  # drift of the whitening, in log distances, after which all points are mapped again
+_WIDER = 8  # factor on the number of candidates if the first ones do not prove an answer
 
 
 class Mahalanobis(Metric):
-    """The norm of `W (a - b)` where `W` whitens what is stored now.
+    """The norm of `W (a - b)`, where `W` whitens the rows stored now.
 
     With `z` the Z-scored difference and `R` the correlation matrix of the rows stored now, the
-    squared distance is `z^T ((1 - shrinkage) R + shrinkage I)^-1 z`: dimensions that move together
-    count once. Without shrinkage it is the classical `(a - b)^T S^-1 (a - b)` of the covariance
-    `S`, which does not exist where a dimension depends on others linearly; a shrinkage of 1 gives
+    squared distance is `z^T ((1 - shrinkage) R + shrinkage I)^-1 z`: correlated dimensions count
+    once. Without shrinkage it is the classical `(a - b)^T S^-1 (a - b)` with the covariance `S`,
+    which does not exist if a dimension depends linearly on others. A shrinkage of 1 gives
     `Euclidean`.
 
-    Every search serves it. Searches are given points mapped by a whitening that is kept until it
-    has drifted by a few percent from the current one; then all points are mapped anew. Each answer
-    is ranked again, in float64, by the current one: more candidates are asked for than are wanted,
-    and how far the two whitenings differ at most tells which answers are proven. For the others
-    more candidates are asked for, and in the end all points compared. So neighbors are exact under
-    the statistics of *now* where the search is exact: `"torch"`, `"faiss"`, `"keops"` (up to
-    float32), and `NeighborGraph(..., exact=True)`. The graph by default is not asked for proofs:
-    its answers are the nearest of its candidates, by the statistics of now.
+    All searches support this metric. A search holds points that were mapped by a slightly older
+    whitening. Once that has drifted by a few percent, all points are mapped again. Each query asks
+    for more candidates than needed and ranks them in float64 by the current whitening. A bound on
+    the difference of the two whitenings proves which answers are exact. The other queries ask for
+    more candidates and, if that is not enough, compare all points. So neighbors are exact under the
+    current statistics if the search is exact: `"torch"`, `"faiss"`, `"keops"` (up to float32), and
+    `NeighborGraph(..., exact=True)`. The default graph skips the proof: its answers are the nearest
+    of its candidates under the current statistics.
 
-    Each draw after a write costs some operations on `[d, d]` matrices. Give a graph of your own
-    room for the candidates, `NeighborGraph(2 * k + 4)`; with less it answers by brute force.
+    Each draw after a write costs some operations on `[d, d]` matrices. If you pass your own graph,
+    give it room for the candidates, `NeighborGraph(2 * k + 4)`; a smaller one uses brute force.
 
     Keyword Args:
         shrinkage: Share of the identity in the correlation matrix, from 1e-5 to 1.
@@ -59,7 +59,7 @@ class Mahalanobis(Metric):
         self.shrinkage = float(shrinkage)
 
     def check(self, search: SearchOption, keys: tuple[NestedKey, ...]) -> None:
-        """Any search and any keys will do."""
+        """Accepts any search and any keys."""
 
     def open(self, search: SearchOption, k: int, widths: Widths, device: torch.device) -> Space:
         """See `Metric.open`."""
@@ -71,21 +71,21 @@ class Mahalanobis(Metric):
 
 
 def candidates(k: int) -> int:
-    """How many neighbors a search is asked for, so that k of them can be proven."""
+    """Returns how many candidates to ask a search for, so that k neighbors can be proven."""
     return 2 * k + 4
 
 
 @dataclass(frozen=True)
 class Whitening:
-    """The linear map of a Mahalanobis distance, as it is at one moment."""
+    """The linear map of a Mahalanobis distance at one moment."""
 
     matrix: Tensor  # [d, d], lower triangular, float64 on the CPU
     inverse: Tensor  # [d, d]
-    center: Tensor  # [d]; it has no part in distances, but keeps what is mapped small
+    center: Tensor  # [d]; does not change distances, but keeps mapped points small
 
     @staticmethod
     def of(statistics: RunningCovariance, shrinkage: float) -> Whitening:
-        """The one that whitens what these statistics are of."""
+        """Builds the whitening of the rows that the statistics describe."""
         scale = statistics.moments.scale
         correlation = (1.0 - shrinkage) * statistics.correlation()
         correlation.diagonal().fill_(1.0)
@@ -105,13 +105,13 @@ class Whitening:
         return differences @ self.matrix.to(differences.device).T
 
     def stretch(self, other: Whitening) -> tuple[float, float]:
-        """The least and the greatest factor by which a distance is longer here than there."""
+        """Returns the least and greatest ratio of a distance here to the same one in `other`."""
         factors = torch.linalg.svdvals(self.matrix @ other.inverse)
         return float(factors[-1]), float(factors[0])
 
 
 class WhitenedSpace(Space):
-    """Points under a whitening that follows their statistics; see `Mahalanobis`.
+    """A space whose whitening follows the statistics of its points; see `Mahalanobis`.
 
     Args:
         search: An empty search.
@@ -124,10 +124,10 @@ class WhitenedSpace(Space):
         self.table = PointTable()
         self.statistics = RunningCovariance(d)
         self._shrinkage = shrinkage
-        self._current: Whitening | None = None  # that of now, once it was asked for
-        self._frozen: Whitening | None = None  # that by which the search's points were mapped
-        self._least: float | None = None  # factor from distances by that to those of now
-        self._error = 0.0  # of a mapped point, by the rounding of its dtype
+        self._current: Whitening | None = None  # current whitening, computed when needed
+        self._frozen: Whitening | None = None  # whitening that mapped the search's points
+        self._least: float | None = None  # least ratio of current distances to frozen ones
+        self._error = 0.0  # rounding error of a mapped point in its dtype
         self._scale = torch.ones(d, dtype=torch.float64)
 
     def replace(self, index: Tensor, points: Tensor, removed: Tensor) -> None:
@@ -147,7 +147,7 @@ class WhitenedSpace(Space):
         self.search.write(index, mapped.to(points.dtype))
 
     def _freeze(self, whitening: Whitening) -> None:
-        """Maps all points by this one."""
+        """Maps all points by this whitening and writes them to the search."""
         self._frozen, self._least, self._error = whitening, None, 0.0
         self.search.clear()
         points, valid = self.table.rows()
@@ -163,7 +163,7 @@ class WhitenedSpace(Space):
 
     def query(self, index: Tensor, k: int) -> Tensor:
         """See `Space.query`."""
-        if not len(index) and self._frozen is not None:  # the search may have things to do
+        if not len(index) and self._frozen is not None:  # lets the search do pending work
             return self.search.query(index, k, self._scale)
         self._follow()
         found = self.search.query(index, candidates(k), self._scale)
@@ -175,7 +175,7 @@ class WhitenedSpace(Space):
         return torch.cat(rows) if rows else index.new_empty((0, k))
 
     def _follow(self) -> None:
-        """Renews the whitening of the search's points if the current one has drifted from it."""
+        """Maps the search's points again if the current whitening has drifted from theirs."""
         current = self.view()
         if self._least is None:
             least, greatest = 1.0, math.inf
@@ -187,10 +187,11 @@ class WhitenedSpace(Space):
             self._least = least
 
     def _rank(self, index: Tensor, found: Tensor, k: int) -> Tensor:
-        """Candidates `[q, c]` to neighbors `[q, k]` by the current whitening, proven or scanned.
+        """Ranks candidates `[q, c]` by the current whitening and returns neighbors `[q, k]`.
 
-        What the search left out is at least as far as the last candidate, by mapped points that
-        each are off by a rounding, and `_least` times that by the current whitening.
+        If the search is exact, answers that cannot be proven are searched again. The proof: points
+        that the search left out are at least as far as the last candidate under the frozen
+        whitening, up to rounding, and at least `_least` times that under the current one.
         """
         assert self._frozen is not None
         assert self._least is not None
@@ -212,7 +213,7 @@ class WhitenedSpace(Space):
         return neighbors
 
     def _scan(self, index: Tensor, k: int) -> Tensor:
-        """Neighbors `[q, k]` by distances to every point, in bounded memory."""
+        """Finds neighbors `[q, k]` by comparing all points, in bounded memory."""
         (points, valid), view = self.table.rows(), self.view()
         own = view.embed(points[index])
         best = own.new_empty((len(index), 0))

@@ -1,4 +1,4 @@
-"""Nearest neighbors among what is stored, behind one protocol."""
+"""Searches for nearest neighbors among stored points, with one interface."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SEARCHES: dict[SearchName, type[Search]] = {
 
 
 def check_search(search: SearchOption) -> None:
-    """Raises if `search` neither names a search nor is one.
+    """Raises an error unless `search` is the name of a search or a search object.
 
     Examples:
         >>> check_search("graph")
@@ -63,9 +63,9 @@ def check_search(search: SearchOption) -> None:
 
 
 def make_search(search: SearchOption, k: int, device: torch.device) -> Search:
-    """Returns the search of that name for k neighbors among points on that device.
+    """Builds the named search for k neighbors among points on the given device.
 
-    `"auto"` is KeOps on CUDA and the graph elsewhere. An object is returned by `as_search`.
+    `"auto"` is KeOps on CUDA and the graph elsewhere. An object is passed through `as_search`.
 
     Examples:
         >>> import torch

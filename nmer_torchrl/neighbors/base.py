@@ -1,4 +1,4 @@
-"""The whole contract of a neighbor search, and the table of points that our searches share."""
+"""The interface of a neighbor search, and the table of points that our searches share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SearchName = Literal["auto", "graph", "keops", "torch", "faiss"]
 
 @runtime_checkable
 class NeighborSearch(Protocol):
-    """Nearest neighbors among points that stand at storage positions and may be replaced.
+    """Finds nearest neighbors among points at storage positions, which may be overwritten.
 
-    Any object with these three methods can be given to a sampler as `search`. What a search can do
-    beyond them is declared in `Search`.
+    Any object with these three methods can be passed to a sampler as `search`. `Search` declares
+    further capabilities.
 
     Examples:
         >>> from nmer_torchrl import NeighborPairSampler
@@ -40,18 +40,19 @@ class NeighborSearch(Protocol):
     """
 
     def write(self, index: Tensor, points: Tensor) -> None:
-        """The raw points `[n, d]` now stand at the positions `[n]`; what stood there is gone.
+        """Writes the unscaled points `[n, d]` to the positions `[n]`, replacing earlier points.
 
         Positions are distinct and on the CPU, wherever the points are. A point with a non-finite
-        entry empties its position: it is no neighbor of any other and has none itself.
+        entry empties its position: it is never a neighbor and has no neighbors.
         """
         ...
 
     def query(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
-        """Positions `[q]` to the positions `[q, k]` of their nearest others, nearest first.
+        """Returns the neighbors `[q, k]` of the points at positions `[q]`, nearest first.
 
-        Nearest by the norm of `(a - b) * scale` with `scale` `[d]`. Never the position itself, also
-        among exact duplicates; padded on the right with -1 where there are fewer than k others.
+        Distances are norms of `(a - b) * scale` with `scale` `[d]`. A position is never its own
+        neighbor, even among exact duplicates. With fewer than k other points, rows are padded on
+        the right with -1.
         """
         ...
 
@@ -65,9 +66,9 @@ SearchOption: TypeAlias = SearchName | NeighborSearch
 
 
 class Search(ABC):
-    """A `NeighborSearch` that declares what else it can do; the base class of our searches.
+    """Base class of our searches: a `NeighborSearch` that declares its capabilities.
 
-    An object with the three methods alone has the defaults. Derive from this class to declare more.
+    An object with only the three methods gets the defaults. Derive from this class to declare more.
 
     Examples:
         >>> from nmer_torchrl.neighbors import FaissSearch, TorchSearch
@@ -75,10 +76,10 @@ class Search(ABC):
         (True, False)
     """
 
-    products: bool = False  # a scale may be [g, d]: nearest is then by the product of g norms
+    products: bool = False  # the scale may be [g, d]; the distance is then a product of g norms
     exact: bool = True  # True if `query` returns the exact neighbors under the given scale
-    fills: bool = False  # each row of an answer has k entries wherever there are k others
-    table: PointTable | None = None  # holds the points as written, on their device, if it does
+    fills: bool = False  # always returns k neighbors if there are k other points
+    table: PointTable | None = None  # the points as written, on their device, if it keeps them
 
     @abstractmethod
     def write(self, index: Tensor, points: Tensor) -> None:
@@ -93,20 +94,20 @@ class Search(ABC):
         """See `NeighborSearch.clear`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what does not follow from the points, such as lists that took time to make."""
+        """Returns state beyond the points, such as lists that are expensive to build."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
-        """Takes up a saved state, the points being written; ignores one that does not fit."""
+        """Restores a saved state after the points were written; ignores one that does not fit."""
 
 
 def as_search(search: NeighborSearch) -> Search:
-    """Returns the search itself if it declares what it can do, else one with the defaults."""
+    """Returns a `Search` unchanged, and wraps any other object in one with the defaults."""
     return search if isinstance(search, Search) else _Plain(search)
 
 
 class _Plain(Search):
-    """Gives an object with the three methods alone the defaults."""
+    """Wraps an object that has only the three methods of `NeighborSearch`."""
 
     def __init__(self, search: NeighborSearch) -> None:
         self.search = search
@@ -122,11 +123,11 @@ class _Plain(Search):
 
 
 class PointTable:
-    """Points `[capacity, d]` by storage position, with a flag for those that are there.
+    """A table of points `[capacity, d]` by storage position, with a flag for occupied positions.
 
-    The table keeps the dtype (float32 or float64) and device of the first points it is given, and
-    grows as positions demand. `points` is zero where `valid` is false. Copies and pickles are
-    empty: the points belong to a storage, from which they are read again.
+    The table keeps the dtype (float32 or float64) and device of the first points, and grows as
+    needed. `points` is zero where `valid` is false. Copies and pickles are empty, because the
+    points can be read from the storage again.
 
     Examples:
         >>> table = PointTable()
@@ -146,15 +147,15 @@ class PointTable:
         """Forgets all points."""
         self.points = torch.empty(0, 0)
         self.valid = torch.empty(0, dtype=torch.bool)
-        self.count: int | Tensor = 0  # points that are there
-        self.size = 0  # positions 0 .. size - 1 have been written at some time
-        self.holes = False  # whether some of these may be empty
+        self.count: int | Tensor = 0  # number of occupied positions
+        self.size = 0  # one more than the greatest position ever written
+        self.holes = False  # whether some positions below `size` may be empty
 
     def write(self, index: Tensor, points: Tensor) -> None:
-        """Puts `[n, d]` points at `[n]` distinct positions; non-finite points empty theirs."""
+        """Writes points `[n, d]` to distinct positions `[n]`; non-finite points empty theirs."""
         if not len(index):
             return
-        index = index.cpu()  # where a sampler gives them
+        index = index.cpu()  # samplers pass them on the CPU already
         if not self.size:
             self.points = points.new_empty((0, points.shape[1]))
             self.valid = torch.empty(0, dtype=torch.bool, device=points.device)
@@ -169,7 +170,7 @@ class PointTable:
         rows, finite = as_rows(index, points.device), finite_rows(points)
         if not self.holes:
             skipped = size > before and size - before > int((index >= before).sum())
-            # On a device, to look whether all are finite would be to wait for it.
+            # On another device, checking whether all are finite would wait for it.
             self.holes = skipped or points.device.type != "cpu" or not bool(finite.all())
         self.points[rows] = points.where(finite.unsqueeze(-1), 0.0) if self.holes else points
         self.count = self.count + (finite.sum() - self.valid[rows].sum())
@@ -177,7 +178,7 @@ class PointTable:
 
     def _grow(self, size: int) -> None:
         if size > len(self.points):
-            # By little at a time: what is kept for each point is many times the cost of copying it.
+            # Grows in small steps: spare memory for each point costs more than copying it.
             grown = max(size, len(self.points) + len(self.points) // 12, 1024)
             points = self.points.new_empty((grown, self.points.shape[1]))
             points[: self.size] = self.points[: self.size]
@@ -188,9 +189,9 @@ class PointTable:
         self.size = size
 
     def read(self, index: Tensor) -> Tensor:
-        """Points `[m, d]` at those of the ascending positions `[n]` that were ever written.
+        """Returns the points `[m, d]` at those of the ascending positions `[n]` below `size`.
 
-        NaN where there is none (any more).
+        Empty positions are NaN.
         """
         index = index[: int(torch.searchsorted(index, self.size))]
         if not len(index):
@@ -200,17 +201,17 @@ class PointTable:
         return points.where(self.valid[rows].unsqueeze(-1), torch.nan) if self.holes else points
 
     def present(self) -> Tensor:
-        """All points `[size, d]`, NaN where there is none."""
+        """Returns all points `[size, d]`, with NaN at empty positions."""
         points, valid = self.rows()
         return points.where(valid.unsqueeze(-1), torch.nan) if self.holes else points
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Views of the points `[size, d]` and of the flags `[size]`."""
+        """Returns views of the points `[size, d]` and of the flags `[size]`."""
         return self.points[: self.size], self.valid[: self.size]
 
 
 class TableSearch(Search):
-    """Keeps the points in a table, and what a search derives from them until they change."""
+    """A search that keeps its points in a table, and caches derived data until they change."""
 
     fills = True
     table: PointTable
@@ -221,7 +222,7 @@ class TableSearch(Search):
 
     @abstractmethod
     def _changed(self) -> None:
-        """Forgets what was derived from the points."""
+        """Drops cached data that was derived from the points."""
 
     def write(self, index: Tensor, points: Tensor) -> None:
         """See `NeighborSearch.write`."""

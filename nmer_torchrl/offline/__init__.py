@@ -1,4 +1,4 @@
-"""Brings recorded data into replay buffers: datasets, log files, and rows of earlier runs."""
+"""Loads recorded data into replay buffers: datasets, log files, and rows of earlier runs."""
 
 from nmer_torchrl.offline.arrays import make_transitions
 from nmer_torchrl.offline.sources import load_transitions

@@ -1,4 +1,4 @@
-"""Recorded arrays, one row for each step, as transitions."""
+"""Converts recorded arrays, one row for each step, to transitions."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class _Log(NamedTuple):
 
 
 class _Ends(NamedTuple):
-    """Where episodes end, `[N]` each; no row is both."""
+    """Flags of the rows at which episodes end, `[N]` each; no row has both."""
 
     terminated: Flags
     truncated: Flags
 
 
 def make_transitions(arrays: Mapping[str, ArrayLike], max_steps: int | None = None) -> Transitions:
-    """Makes transitions of recorded arrays in D4RL's layout, one row for each step.
+    """Builds transitions from recorded arrays in D4RL's layout, one row for each step.
 
-    Row t says: from `observations[t]`, `actions[t]` led to `rewards[t]`, and if `terminals[t]`, to
-    a terminal state. The rows are in the order of time, one episode after the other.
+    Row t means: in `observations[t]`, `actions[t]` led to `rewards[t]` and, if `terminals[t]`, to a
+    terminal state. Rows are in temporal order, one episode after the other.
 
     Without `next_observations`, the next observation of a row is the observation of the row that
     follows. A terminal row gets its own observation instead, since the value of its next
@@ -92,13 +92,13 @@ def assemble(
     copy: bool = False,
     notes: Sequence[str] = (),
 ) -> Transitions:
-    """Does the work of `make_transitions`; empties `arrays`, and keeps them where `copy` is False.
+    """Does the work of `make_transitions`, and empties `arrays`.
 
     Args:
-        arrays: As for `make_transitions`.
-        max_steps: As for `make_transitions`.
-        copy: Whether rows must not share memory with the arrays.
-        notes: Come first among the notes.
+        arrays: The arrays of `make_transitions`.
+        max_steps: The time limit of `make_transitions`.
+        copy: Whether to copy the arrays. If False, rows may share memory with them.
+        notes: Notes that precede the others.
     """
     if max_steps is not None:
         COUNT("max_steps", max_steps)
@@ -121,7 +121,7 @@ def assemble(
 
 
 def _check(arrays: dict[str, Any], copy: bool, notes: list[str]) -> _Log:
-    """Returns the arrays in their shapes and dtypes, or raises; empties `arrays`."""
+    """Validates the arrays, converts their shapes and dtypes, and empties `arrays`."""
     if missing := [name for name in REQUIRED if name not in arrays]:
         given = ", ".join(map(repr, arrays)) or "none"
         raise ValueError(
@@ -170,7 +170,7 @@ def _array(name: str, values: Any) -> NDArray[Any]:
 
 
 def _numbers(name: str, values: Any, copy: bool) -> Numbers:
-    """Returns `[N, width]` float32; what cannot be represented in it becomes infinite."""
+    """Returns the values as `[N, width]` in float32; values out of its range become infinite."""
     array = _array(name, values)
     if name == "actions" and array.dtype.kind in "iub":
         raise ValueError(
@@ -188,12 +188,12 @@ def _numbers(name: str, values: Any, copy: bool) -> Numbers:
     if array.ndim == 0 or (array.ndim == 2 and array.shape[1] == 0):
         raise ValueError(f"{name!r} has shape {array.shape}; give shape [N, width].")
     array = array[:, None] if array.ndim == 1 else array
-    with np.errstate(over="ignore"):  # too large numbers are found as infinite ones
+    with np.errstate(over="ignore"):  # overflows become infinite, which is checked later
         return np.array(array, np.float32, copy=copy or None, order="C")
 
 
 def _flags(name: str, values: Any) -> Flags:
-    """Returns `[N]` booleans, or raises where a value is neither 0 nor 1."""
+    """Returns the values as `[N]` booleans; raises an error if one is neither 0 nor 1."""
     array = _array(name, values)
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
@@ -221,7 +221,7 @@ def _find_ends(log: _Log, max_steps: int | None, notes: list[str]) -> _Ends:
             f"Terminal rows right after another terminal row: {stays:,}. If the flag stays set "
             "after an episode has ended, remove the rows up to the beginning of the next episode."
         )
-    apart = np.zeros(count, np.bool_)  # rows that the next row does not continue
+    apart = np.zeros(count, np.bool_)  # rows whose episode does not continue in the next row
     if log.next_observations is not None:
         apart[:-1] = _differ(log.next_observations[:-1], log.observations[1:])
     if log.timeouts is not None:
@@ -260,7 +260,7 @@ def _find_ends(log: _Log, max_steps: int | None, notes: list[str]) -> _Ends:
 
 
 def _differ(left: Numbers, right: Numbers) -> Flags:
-    """Returns for each row `[n]` whether it differs, NaN aside: a row with NaN is left out."""
+    """Returns which rows `[n]` differ; NaN does not count, since such rows are left out."""
     differ = left != right
     differ &= ~np.isnan(left)
     differ &= ~np.isnan(right)
@@ -268,14 +268,14 @@ def _differ(left: Numbers, right: Numbers) -> Flags:
 
 
 def _steps(ended: Flags) -> NDArray[np.int64]:
-    """Returns for each row `[N]` how many steps of its episode there are up to it."""
+    """Returns the number of steps `[N]` of each row's episode up to and including the row."""
     position = np.arange(len(ended))
     begins = np.concatenate([[True], ended[:-1]])
     return position - np.maximum.accumulate(np.where(begins, position, 0)) + 1
 
 
 def _cut(ends: _Ends, kept: Flags, notes: list[str]) -> Flags:
-    """Returns `truncated` `[N]`, set as well where the row that follows was left out."""
+    """Returns `truncated` `[N]`, which is also set if the next row was left out."""
     ended = ends.terminated | ends.truncated
     index = np.flatnonzero(kept)
     before, after = index[:-1], index[1:]
@@ -296,7 +296,7 @@ def _cut(ends: _Ends, kept: Flags, notes: list[str]) -> Flags:
 
 
 def _choose(log: _Log, ends: _Ends) -> tuple[dict[str, int], Flags]:
-    """Returns how many rows are left out by reason, and which are kept `[N]`."""
+    """Returns the number of rows that are left out, by reason, and a mask `[N]` of kept rows."""
     finite = {name: np.isfinite(getattr(log, name)).all(1) for name in REQUIRED[:3]}
     out = {f"NaN or infinite number in {name}": ~good for name, good in finite.items()}
     if log.next_observations is not None:
@@ -319,7 +319,7 @@ def _choose(log: _Log, ends: _Ends) -> tuple[dict[str, int], Flags]:
 
 
 def _following(terminated: Flags) -> NDArray[np.int64]:
-    """Returns the row `[N]` whose observation comes next; a terminal or last row's is its own."""
+    """Returns the row `[N]` of each next observation: the row's own if it is terminal or last."""
     position = np.arange(len(terminated))
     return np.where(terminated, position, np.minimum(position + 1, len(position) - 1))
 

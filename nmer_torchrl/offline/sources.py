@@ -1,4 +1,4 @@
-"""Where recorded data is: datasets, files, and the directories of runs."""
+"""Loads recorded data from datasets, files and run directories."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from nmer_torchrl.offline.arrays import NAMES, REQUIRED, assemble
 from nmer_torchrl.offline.transitions import ABOUT, Transitions
 from nmer_torchrl.pairs import SuccessorPairs
 
-# Of the rows of a run.
+# Note on rows that come from a run of the recipes.
 SCALED = "The actions are in [-1, 1], to which the recipes scale the bounds of a task."
-_CHECKPOINT = "checkpoint.pt"  # of a run of the recipes
+_CHECKPOINT = "checkpoint.pt"  # in a run directory of the recipes
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _ID = re.compile(r"([-\w]+/)*[-\w]+-v\d+")
 _ALLOWED = (
@@ -43,13 +43,13 @@ def load_transitions(
     | id or folder of a Minari dataset | its episodes; nothing is downloaded |
     | `.npz` or `.hdf5` file | arrays in D4RL's layout, see `make_transitions` |
     | run directory of the recipes | the rows in its `checkpoint.pt`, with actions in [-1, 1] |
-    | folder of `Transitions.save` | what was saved, at once |
+    | folder of `Transitions.save` | the saved transitions, memory-mapped |
 
-    What is there decides, not the name: a path that exists is never taken as an id. Nothing in the
-    files is unpickled or executed. Print the result before you train on it.
+    The content of the path decides, not its name: an existing path is never read as an id. Nothing
+    in the files is unpickled or executed. Print the result before you train on it.
 
     Args:
-        source: Path or id.
+        source: The path, or the id of a dataset.
 
     Keyword Args:
         max_steps: Time limit of the task, for files without `timeouts`; see `make_transitions`.
@@ -128,8 +128,8 @@ def _assemble(
     max_steps: int | None,
     notes: tuple[str, ...] = (),
 ) -> Transitions:
-    """Makes transitions of arrays, which it empties; errors name the path."""
-    arrays.update(dict.fromkeys(others))  # which are ignored by their names
+    """Builds transitions from arrays, which it empties; errors name the path."""
+    arrays.update(dict.fromkeys(others))  # ignored, but named in a note
     try:
         return assemble(arrays, max_steps, notes=notes)
     except ValueError as error:
@@ -183,7 +183,7 @@ def _read_hdf5(path: Path, progress: bool) -> tuple[dict[str, Any], list[str]]:
 
 
 def _minari_root() -> Path:
-    """Where Minari keeps its datasets."""
+    """Returns the directory in which Minari keeps its datasets."""
     root = os.environ.get("MINARI_DATASETS_PATH")
     return Path(root) if root else Path.home() / ".minari" / "datasets"
 
@@ -198,7 +198,7 @@ def _load_minari(folder: Path, max_steps: int | None, progress: bool) -> Transit
         ) from error
     about = json.loads((folder / "metadata.json").read_text())
     if not {"observation_space", "action_space"} <= about.keys():
-        # Minari would make the environment that the file names, with any arguments that it names.
+        # Minari would build the environment that the file names, with any arguments in the file.
         raise ValueError(
             f"{folder / 'metadata.json'} lacks observation_space or action_space, without which "
             "Minari would run code that the file names; create the dataset again by Minari 0.5 or "
@@ -214,7 +214,7 @@ def _load_minari(folder: Path, max_steps: int | None, progress: bool) -> Transit
             advance(1)
     if not parts["rewards"]:
         raise ValueError(f"The Minari dataset {folder} has no episodes; create it again.")
-    # One array after the other, so that few are in memory twice.
+    # One array at a time, so that few are in memory twice.
     arrays = {name: np.concatenate(parts.pop(name)) for name in NAMES}
     return _assemble(folder, arrays, [], max_steps)
 
@@ -230,7 +230,7 @@ def _read_episode(episode: Any, space: Any, folder: Path) -> dict[str, NDArray[A
         )
     terminals = np.asarray(episode.terminations, np.bool_)
     timeouts = np.array(episode.truncations, np.bool_)
-    timeouts[-1:] |= ~terminals[-1:]  # wherever an episode ends, the next one begins anew
+    timeouts[-1:] |= ~terminals[-1:]  # an episode never continues in the next one
     return {
         "observations": observations[:-1],
         "actions": _float32(actions),
@@ -242,15 +242,15 @@ def _read_episode(episode: Any, space: Any, folder: Path) -> dict[str, NDArray[A
 
 
 def _float32(array: NDArray[Any]) -> NDArray[Any]:
-    """Saves memory where numbers are wider; others are as they were, for the checks to see."""
+    """Converts wider numbers to float32 to save memory; leaves others for the checks."""
     with np.errstate(over="ignore"):
         return array.astype(np.float32) if array.dtype.kind == "f" else array
 
 
 def _flat(observations: Any, space: Any, folder: Path) -> NDArray[Any]:
-    """Returns observations `[T + 1, o]`; those of a Dict side by side, in the order of its space.
+    """Returns observations `[T + 1, o]`; concatenates those of a Dict in the order of its space.
 
-    Gymnasium's `FlattenObservation` takes them in this order, too.
+    Gymnasium's `FlattenObservation` uses the same order.
     """
     if isinstance(observations, Mapping):
         inner = space["subspaces"]
@@ -278,7 +278,7 @@ def _load_run(path: Path, max_steps: int | None) -> Transitions:
         cursor = int(state["_writer"]["_cursor"])
         if not length:
             raise ValueError("no rows are stored")
-        # From the oldest to the newest row: a full buffer goes on at its first position.
+        # From the oldest to the newest row: a full buffer wraps around to its first position.
         time = (torch.arange(length) + cursor) % length
         following = {
             name: stored[f"next.{name}"][time] for name in ("observation", "reward", "terminated")
@@ -311,13 +311,13 @@ def _load_run(path: Path, max_steps: int | None) -> Transitions:
 
 
 def _by_episode(rows: TensorDict) -> torch.Tensor | None:
-    """Returns the order `[N]` in which each row follows its predecessor; None if it does so now.
+    """Returns the order `[N]` in which each row follows its predecessor; None if it already does.
 
-    Several environments of a run write in turns.
+    It is needed if several environments of a run write in turns.
     """
     position = torch.arange(len(rows))
     successor = SuccessorPairs().successors(TensorStorage(rows), position)
-    first = position.clone()  # of the episode, once each row has asked its predecessors
+    first = position.clone()  # becomes the first row of each row's episode in the loop below
     first[successor[successor >= 0]] = position[successor >= 0]
     while not torch.equal(first, earlier := first[first]):
         first = earlier
@@ -327,7 +327,7 @@ def _by_episode(rows: TensorDict) -> torch.Tensor | None:
 
 @contextmanager
 def _bar(name: str, total: int, unit: str, progress: bool) -> Iterator[Callable[[int], Any]]:
-    """Yields a function that moves a progress bar on; without tqdm it does nothing."""
+    """Yields a function that advances a progress bar, or does nothing if tqdm is missing."""
     try:
         from tqdm import tqdm
     except ImportError:

@@ -1,4 +1,4 @@
-"""Recorded transitions: what a person should check of them, and files to keep them in."""
+"""Recorded transitions, with a report to check before training, and files to save them in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nmer_torchrl.functional import fingerprint
 
-ABOUT, ROWS = "transitions.json", "rows.tdz"  # files of a saved folder
+ABOUT, ROWS = "transitions.json", "rows.tdz"  # files in the folder that `save` writes
 _FORMAT = 1
 _CHUNK = 65_536
 _NUMBERS: tuple[NestedKey, ...] = (
@@ -31,19 +31,19 @@ _FLAGS: tuple[NestedKey, ...] = (("next", "terminated"), ("next", "truncated"), 
 
 @dataclass(frozen=True, eq=False)
 class Transitions:
-    """Transitions in the order of time, with a report on what was left out of them.
+    """Transitions in temporal order, with a report on the rows that were left out.
 
-    `make_transitions` and `load_transitions` make them. `print(transitions)` shows what to check
+    `make_transitions` and `load_transitions` return them. `print(transitions)` shows what to check
     before training, and `buffer.extend(transitions.rows)` works with every method.
 
     Args:
         rows: `[N]` transitions: `observation` `[N, o]`, `action` `[N, a]`, `("next",
             "observation")` `[N, o]` and `("next", "reward")` `[N, 1]` in float32; `("next",
             "terminated")`, `("next", "truncated")` and `("next", "done")` `[N, 1]` as booleans.
-            `truncated` is set where an episode ends by a time limit, and where the row that would
-            follow is missing. Otherwise the next row continues the episode.
-        left_out: Number of rows that were left out, by reason. A row counts once.
-        notes: What was assumed, and what looks wrong.
+            `truncated` is set if an episode ends by a time limit or if the next row is missing.
+            Otherwise the next row continues the episode.
+        left_out: Number of rows that were left out, by reason. Each row counts once.
+        notes: Assumptions that were made, and findings that look wrong.
 
     Examples:
         >>> import numpy as np
@@ -81,7 +81,7 @@ class Transitions:
         return self.describe()
 
     def describe(self) -> str:
-        """Returns a table of what to check before training, one fact to a line."""
+        """Returns a table of what to check before training, one fact per line."""
         lines = [f"{name:<16}{text}" for name, text in _facts(self.rows)]
         lines.append(f"{'left out':<16}{_count(sum(self.left_out.values()), 'row')}")
         lines += [f"{'':<16}{count:,}: {reason}" for reason, count in self.left_out.items()]
@@ -89,13 +89,13 @@ class Transitions:
         return "\n".join(lines)
 
     def save(self, folder: str | Path) -> None:
-        """Writes the rows and the report to a new folder, from which `load` maps them.
+        """Writes the rows and the report to a new folder, from which `load` reads them.
 
-        The folder appears once it is complete. A process that is killed before leaves a folder
-        whose name ends in `.tmp` beside it, which can be deleted.
+        The folder appears once it is complete. If the process is killed before that, it leaves a
+        folder next to it whose name ends in `.tmp`, which can be deleted.
 
         Args:
-            folder: Its path. Nothing may be there yet, except an empty folder.
+            folder: Path of the folder. It must not exist yet, or be an empty folder.
         """
         target = Path(folder)
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
@@ -128,12 +128,12 @@ class Transitions:
     def load(cls, folder: str | Path) -> Self:
         """Returns the transitions that `save` has written to a folder.
 
-        The file is mapped, so this takes milliseconds, and rows are read when they are used.
-        Changes to the rows stay in memory; the file keeps what was saved. Nothing in the files is
-        executed: tensordict refuses entries that it would have to unpickle.
+        The file is memory-mapped, so this takes milliseconds, and rows are read when they are used.
+        Changes to the rows stay in memory and do not reach the file. Nothing in the files is
+        executed: tensordict rejects entries that it would have to unpickle.
 
         Args:
-            folder: Its path.
+            folder: Path of the folder.
         """
         folder = Path(folder)
         if not (folder / ABOUT).is_file():
@@ -159,7 +159,7 @@ class Transitions:
 
 
 def _check(rows: Any) -> None:
-    """Raises unless the rows have the entries that `Transitions` promises, in their shapes."""
+    """Raises an error unless the rows have the entries and shapes that `Transitions` documents."""
     if type(rows) is not TensorDict or rows.ndim != 1:
         raise ValueError(
             f"`rows` is a {type(rows).__name__}, but Transitions holds a TensorDict of batch size "
@@ -177,7 +177,7 @@ def _check(rows: Any) -> None:
 
 
 def _facts(rows: TensorDict) -> Iterator[tuple[str, str]]:
-    """Yields names and texts of what `describe` says about the rows."""
+    """Yields names and texts of the facts in `describe` about the rows."""
     observation, action = rows["observation"], rows["action"]
     reward = rows["next", "reward"].reshape(-1).double().numpy()
     done = rows["next", "done"].reshape(-1).numpy()
@@ -223,6 +223,6 @@ def _duplicates(rows: TensorDict) -> int:
 
 
 def _joined(rows: TensorDict) -> Tensor:
-    """What tells rows apart, side by side, `[n, d]`."""
+    """Returns the entries that distinguish rows, concatenated to `[n, d]`."""
     terminated = rows["next", "terminated"].float()
     return torch.cat([*(rows[key] for key in _NUMBERS), terminated], 1)
