@@ -1,8 +1,8 @@
-"""Samplers: who is mixed with whom.
+"""Samplers choose which rows are drawn and mixed with which.
 
 A pair sampler returns an index `[B, 2]` of storage positions, anchor and partner. The storage then
 yields a `[B, 2]` batch, which a fold such as `PairMixup` turns into `[B]`. An anchor without a
-partner is paired with itself. A sampler of neighborhoods does the same with `[B, 1 + k]`.
+partner is paired with itself. A neighborhood sampler does the same with `[B, 1 + k]`.
 """
 
 from nmer_torchrl.samplers.optimization import ReplayOptimizationSampler

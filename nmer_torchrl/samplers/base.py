@@ -1,4 +1,4 @@
-"""What samplers share."""
+"""Base classes and functions that samplers share."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _STATE_FILE = "sampler.pt"
 
 
 class StateFile:
-    """Saves the state of a sampler as a file that `torch.load(..., weights_only=True)` reads."""
+    """Saves a sampler's state to a file that `torch.load(..., weights_only=True)` can read."""
 
     def dumps(self: Any, path: str | Path) -> None:
-        """Saves `state_dict()` into the directory `path`."""
+        """Saves `state_dict()` in the directory `path`."""
         Path(path).mkdir(exist_ok=True)
         torch.save(self.state_dict(), Path(path) / _STATE_FILE)
 
     def loads(self: Any, path: str | Path) -> None:
-        """Loads what `dumps` saved."""
+        """Loads a state that `dumps` saved."""
         self.load_state_dict(torch.load(Path(path) / _STATE_FILE, weights_only=True))
 
 
@@ -55,58 +55,60 @@ class Paired:
 
     @property
     def draws(self) -> str:
-        """What is drawn for each anchor."""
+        """Returns a description of what is drawn for each anchor."""
         return self.unit.draws
 
     def synchronize(self, storage: Storage) -> None:
-        """Takes up whatever has changed in the storage, rather than at the next draw."""
+        """Reads all changed rows of the storage now instead of at the next draw."""
         with self.unit.lock:
             self.unit.synchronize(storage)
 
 
 class NeighborQueries(Paired):
-    """Answers questions about neighbors for a sampler whose pairing is by nearness."""
+    """Adds neighbor queries to a sampler whose pairing searches neighbors."""
 
     unit: NearPairing
 
     @property
     def k(self) -> int:
-        """Number of neighbors to choose from."""
+        """Returns the number of neighbors to choose from."""
         return self.unit.k
 
     @property
     def metric(self) -> Metric:
-        """How far apart rows are."""
+        """Returns the metric, which defines the distance between rows."""
         return self.unit.metric
 
     def neighbors(self, storage: Storage, index: Tensor, k: int | None = None) -> Tensor:
-        """Returns the positions `[q, k]` of the nearest others of positions `[q]`, nearest first.
+        """Returns the neighbors `[q, k]` of the rows at positions `[q]`, nearest first.
 
-        By the statistics of what is stored now, never the position itself, padded with -1 where
-        fewer than k others are stored.
+        A row is never its own neighbor. Missing neighbors are -1 if fewer than k other rows are
+        stored. Exact searches rank by the statistics of the rows stored now. The default graph
+        knows every write, but ranks by a scale that may lag behind the statistics by less than a
+        percent, so it can miss some neighbors (see `NeighborPairSampler`).
         """
         return self.unit.neighbors(storage, index, k)
 
     def embed(self, batch: TensorDictBase) -> Tensor:
-        """Returns points `[*B, f]` of rows `[*B]` whose Euclidean distance is the metric's.
+        """Maps rows `[*B]` to float64 points `[*B, f]` whose Euclidean distance is the metric's.
 
-        By the statistics of the last draw, float64. Rows need not be stored ones. Raises for
+        It uses the statistics of the last draw. Rows need not be stored. Raises an error for
         metrics whose `embeds` is false.
         """
         return self.unit.embed(batch)
 
     def distances(self, batch: TensorDictBase) -> Tensor:
-        """Returns the distances `[*B, m]` of the first of rows `[*B, 1 + m]` from the others.
+        """Returns the distances `[*B, m]` from the first of rows `[*B, 1 + m]` to the others.
 
-        By the statistics of the last draw, float64; of a batch of pairs, m is 1.
+        They are float64 and use the statistics of the last draw. For a batch of pairs, m is 1.
         """
         return self.unit.distances(batch)
 
     def refresh(self) -> None:
-        """Reads all rows anew at the next draw, such as when the function of a metric changed."""
+        """Reads all rows again at the next draw; call it when a `FeatureSpace` function changed."""
         self.unit.clear()
 
 
 def draw_uniform(rows: StoredRows, batch_size: int, generator: torch.Generator | None) -> Tensor:
-    """Returns uniform positions `[B]` of the rows that are stored."""
+    """Draws positions `[B]` of stored rows uniformly."""
     return torch.randint(rows.length, (batch_size,), generator=generator, device=rows.device)

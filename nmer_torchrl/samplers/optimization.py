@@ -1,4 +1,4 @@
-"""A learned choice of the rows that are replayed."""
+"""A sampler with a learned choice of the rows that are replayed."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ _TENSORS = ("_kept", "_error", "_written")
 
 
 class ReplayOptimizationSampler(LockedSampler):
-    """Samples uniformly from a subset of the rows that a learned policy keeps.
+    """Draws rows uniformly from the subset that a learned policy keeps.
 
-    After Zha et al., Experience Replay Optimization (2019). A small network scores every row by its
-    reward, its last TD error and its age (the first two Z-scored over what is stored, the last as a
-    share of the oldest row's); a row is kept with the probability that its score gives. New rows
-    are kept until the next choice. At the end of each training episode, `finish_episode` rewards
-    the network by how much the mean return of the last episodes has grown, by REINFORCE on some
-    rows and what was chosen for them, and chooses anew.
+    It follows Zha et al., Experience Replay Optimization (2019). A small network scores every row
+    by its reward, its last TD error and its age (the first two Z-scored over the stored rows, the
+    age as a share of the oldest row's). A row is kept with the probability that its score gives.
+    New rows are kept until the next choice. At the end of each training episode, `finish_episode`
+    trains the network by REINFORCE on some rows and the choices made for them, with the increase of
+    the mean return of the last episodes as the reward. It then chooses again.
 
-    This follows what is published about the method at large; the network's size, its learning rate
-    and the number of episodes in the mean are ours.
+    The general method follows the publication. The network's size, its learning rate and the number
+    of episodes in the mean are our choices.
 
     Keyword Args:
         episodes: Number of last episodes over which the return is averaged.
-        rows: Number of rows for each step of the network.
+        rows: Number of rows in each training step of the network.
         lr: Learning rate of the network.
         hidden: Widths of its two hidden layers.
-        reward_key: The reward.
+        reward_key: Entry of the reward.
 
     Examples:
         >>> import torch
@@ -88,19 +88,19 @@ class ReplayOptimizationSampler(LockedSampler):
             self._forget()
 
     def _forget(self) -> None:
-        self._size = 0  # rows that are known; the tables may be longer
-        self._pool: Tensor | None = None  # positions of those that are kept, if already looked up
+        self._size = 0  # number of known rows; the tables may be longer
+        self._pool: Tensor | None = None  # cached positions of the kept rows
         self._kept = torch.empty(0, dtype=torch.bool)
-        self._error = torch.empty(0)  # the last TD error of each row, infinite if it has none yet
-        self._faults: Tensor | None = None  # of errors given on a device, not yet looked at
-        self._written = torch.empty(0, dtype=torch.int64)  # when, counted in rows
+        self._error = torch.empty(0)  # last TD error of each row; infinite if it has none yet
+        self._faults: Tensor | None = None  # faults in errors given on a device, not checked yet
+        self._written = torch.empty(0, dtype=torch.int64)  # time of each write, counted in rows
         self._count = 0
-        self._chosen = False  # whether the policy has chosen what is kept
+        self._chosen = False  # whether the policy has chosen the kept rows
 
-    # -- what the buffer tells ---------------------------------------------------------------------
+    # -- notifications from the buffer -------------------------------------------------------------
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
-        """The buffer has written these positions: the rows there are new."""
+        """Records that the buffer has written these positions, so that their rows are new."""
         if storage is not None:
             check_layout(storage)
         index = torch.as_tensor(index).reshape(-1).cpu()
@@ -118,9 +118,9 @@ class ReplayOptimizationSampler(LockedSampler):
     def update_priority(
         self, index: int | Tensor, priority: float | Tensor, *, storage: Storage | None = None
     ) -> None:
-        """Notes the TD errors of these rows.
+        """Records the TD errors of these rows.
 
-        On a device, where a look would wait, wrong ones are refused at the end of the episode.
+        On a device, where a check would wait, invalid errors are rejected when the episode ends.
         """
         error = torch.as_tensor(priority).detach().abs().float().reshape(-1)
         position = torch.as_tensor(index).reshape(-1)
@@ -142,7 +142,7 @@ class ReplayOptimizationSampler(LockedSampler):
             self._error[torch.where(inside, position, 0)] = error
 
     def _refuse_faults(self) -> None:
-        """Raises if TD errors were given that are not finite, or for rows that are not there."""
+        """Raises an error if given TD errors were not finite, or belonged to rows not stored."""
         faults, self._faults = self._faults, None
         infinite, outside = (False, False) if faults is None else faults.tolist()
         if infinite:
@@ -154,7 +154,7 @@ class ReplayOptimizationSampler(LockedSampler):
             )
 
     def _reserve(self, size: int) -> None:
-        """Makes rows known; those that were there before the sampler came count as the oldest."""
+        """Registers rows; rows stored before the sampler was attached count as the oldest."""
         missing = max(size - len(self._kept), len(self._kept) // 8)
         if size > len(self._kept):
             self._kept = torch.cat([self._kept, torch.ones(missing, dtype=torch.bool)])
@@ -166,7 +166,7 @@ class ReplayOptimizationSampler(LockedSampler):
     # -- sampling ----------------------------------------------------------------------------------
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """Positions `[B]`, uniform over the rows that are kept (over all if none is)."""
+        """Draws positions `[B]` uniformly from the kept rows, or from all if none is kept."""
         data = stored_entries(storage)
         size = len(storage)
         device = data.device or get_entry(data, self.reward_key).device
@@ -182,7 +182,7 @@ class ReplayOptimizationSampler(LockedSampler):
         return pool[chosen], {}
 
     def kept(self, storage: Storage) -> int:
-        """Number of rows that are kept."""
+        """Returns the number of kept rows."""
         with self._lock:
             self._reserve(len(storage))
         return int(self._kept[: len(storage)].sum())
@@ -190,7 +190,7 @@ class ReplayOptimizationSampler(LockedSampler):
     # -- learning ----------------------------------------------------------------------------------
 
     def finish_episode(self, episode_return: float, storage: Storage) -> None:
-        """Learns from the return of a training episode that has ended, and chooses rows anew."""
+        """Trains the policy on the return of a finished episode, and chooses rows again."""
         if not math.isfinite(episode_return):
             raise ValueError(f"The return of an episode is {episode_return}; it must be finite.")
         with self._lock:
@@ -209,7 +209,7 @@ class ReplayOptimizationSampler(LockedSampler):
             rows = torch.randint(len(features), (self.rows,), generator=self._generator)
             with torch.enable_grad():
                 logits = policy(features[rows]).squeeze(-1)
-                # The logarithm of the probability of what was chosen is minus this entropy.
+                # The log-probability of the choices is minus this cross-entropy.
                 surprise = binary_cross_entropy_with_logits(logits, kept[rows].float())
                 optimizer.step(gain * surprise)
         with torch.no_grad():
@@ -219,7 +219,7 @@ class ReplayOptimizationSampler(LockedSampler):
         self._chosen, self._pool = True, None
 
     def _features(self, storage: Storage) -> Tensor:
-        """Of each row `[n, 3]`: reward, TD error (the largest if it has none yet), age."""
+        """Returns features `[n, 3]`: reward, TD error (the largest if a row has none yet), age."""
         size = len(storage)
         self._reserve(size)
         self._refuse_faults()
@@ -237,14 +237,14 @@ class ReplayOptimizationSampler(LockedSampler):
             seed = draw_seed(_compat.generator(self)) if seed is None else seed
             self._policy = make_mlp([_FEATURES, *self.hidden, 1], seed)
             self._optimizer = CarefulAdam(self._policy.parameters(), self.lr)
-            # Its own, so that when an episode ends changes nothing about which rows are drawn.
+            # A separate generator, so that the ends of episodes do not change which rows are drawn.
             self._generator = torch.Generator().manual_seed(seed + 1)
         return self._policy, self._optimizer
 
     # -- saving ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The policy, its optimizer, and what is known of each row."""
+        """Returns the policy, its optimizer, and the data of each row."""
         with self._lock:
             state: dict[str, Any] = {n: getattr(self, n)[: self._size].cpu() for n in _TENSORS}
             state |= {"count": self._count, "chosen": self._chosen, "returns": list(self._returns)}
@@ -255,10 +255,10 @@ class ReplayOptimizationSampler(LockedSampler):
             return deepcopy(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from there; an empty state leaves all as it is."""
+        """Restores a state that `state_dict` returned; an empty state changes nothing."""
         if not state_dict:
             return
-        state = deepcopy(state_dict)  # an optimizer would go on with its very tensors
+        state = deepcopy(state_dict)  # the optimizer would otherwise change the given tensors
         with self._lock:
             self._forget()
             self._policy = self._optimizer = None
@@ -268,7 +268,7 @@ class ReplayOptimizationSampler(LockedSampler):
             self._size, self._count, self._chosen = len(self._kept), state["count"], state["chosen"]
             self._returns.extend(state["returns"])
             if "policy" in state:
-                policy, optimizer = self._ready(seed=0)  # all of it is replaced
+                policy, optimizer = self._ready(seed=0)  # the loaded state replaces all parameters
                 policy.load_state_dict(state["policy"])
                 optimizer.load_state_dict(state["optimizer"])
                 self._generator.set_state(state["generator"])
@@ -289,9 +289,9 @@ class ReplayOptimizationSampler(LockedSampler):
 
 
 def _standardized(values: Tensor) -> Tensor:
-    """Z-scores by those that are finite; 0 for the others."""
+    """Returns Z-scores based on the finite values; 0 for the others."""
     finite = values.isfinite()
-    values = values.double()  # squares of what float32 holds
+    values = values.double()  # the squares may exceed float32
     spread, mean = torch.std_mean(values[finite], correction=0)
     scores = (values - mean) / torch.where(spread > 0, spread, 1.0)
     return torch.where(finite, scores, 0.0).float()

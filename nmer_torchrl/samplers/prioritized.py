@@ -1,4 +1,4 @@
-"""Anchors by priority."""
+"""Samplers that draw rows or anchors by priority."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _FLOAT32 = torch.finfo(torch.float32)
 
 
 class CheckedPrioritizedSampler(StateFile, PrioritizedSampler):
-    """TorchRL's `PrioritizedSampler`, with checks and with a state that is safe to load.
+    """TorchRL's `PrioritizedSampler` with checks, and with a state that is safe to load.
 
-    Position i is drawn with probability `(p_i + eps) ** alpha / sum_j (p_j + eps) ** alpha`, and
-    comes with the importance weight `(N * P(i)) ** -beta`, divided by the largest of them, under
-    `"priority_weight"`. A new row has the largest priority ever given, at first 1. All of that is
-    TorchRL's. Here,
+    Position i is drawn with probability `(p_i + eps) ** alpha / sum_j (p_j + eps) ** alpha`. Its
+    importance weight `(N * P(i)) ** -beta`, divided by the largest weight, is returned under
+    `"priority_weight"`. A new row has the largest priority ever given, at first 1. All of this is
+    TorchRL's behavior. The differences are:
 
-    - priorities that are not finite or below 0 are refused (one NaN, and TorchRL draws the same row
-      ever after), as are positions beyond the capacity;
-    - without a generator it is torch's global seed that decides, not NumPy's;
-    - the state consists of tensors, for `torch.load(..., weights_only=True)`;
-    - rows that came into the storage unannounced are taken up as new ones.
+    - Priorities that are not finite or below 0 are rejected (after one NaN, TorchRL draws the same
+      row forever), and so are positions beyond the capacity.
+    - Without a generator, torch's global generator is used, not NumPy's.
+    - The state consists of tensors, for `torch.load(..., weights_only=True)`.
+    - Rows that were written to the storage without notice are added as new rows.
 
-    `beta` and `alpha` are attributes that TorchRL's schedulers may move.
+    `beta` and `alpha` are attributes that TorchRL's schedulers may change.
 
     Args:
         max_capacity: Number of rows that the storage can hold.
-        alpha: Exponent of the priorities: 0 draws uniformly, 1 in proportion.
-        beta: Exponent of the importance weights: 0 corrects nothing, 1 everything.
-        eps: Added to each priority, so that no row is out of reach.
+        alpha: Exponent of the priorities: 0 draws uniformly, 1 in proportion to them.
+        beta: Exponent of the importance weights: 0 is no correction, 1 is full correction.
+        eps: Constant that is added to each priority, so that every row can be drawn.
 
     Examples:
         >>> import torch
@@ -84,15 +84,15 @@ class CheckedPrioritizedSampler(StateFile, PrioritizedSampler):
         self._ranked = 0  # all rows before this position have a priority
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """Positions `[B]` by priority, and their importance weights `[B]`."""
+        """Draws positions `[B]` by priority, with importance weights `[B]`."""
         self._rank(storage)
         return _compat.draw_by_priority(self, storage, batch_size)
 
     def priorities(self, index: Tensor) -> Tensor:
-        """Positions to their priorities as they were given, of the same shape, float64.
+        """Returns the priorities of positions as they were given, in the same shape and float64.
 
-        TorchRL keeps `(p + eps) ** alpha`; this undoes it. Where there is no row it is 0. With
-        `alpha = 0` nothing is kept of them, and they are NaN.
+        TorchRL stores `(p + eps) ** alpha`; this inverts it. It is 0 where there is no row. With
+        `alpha = 0` the priorities are lost, and the result is NaN.
         """
         if self.alpha == 0:
             return torch.full(index.shape, torch.nan, dtype=torch.float64, device=index.device)
@@ -107,7 +107,7 @@ class CheckedPrioritizedSampler(StateFile, PrioritizedSampler):
         *,
         storage: Storage | None = None,
     ) -> None:
-        """Sets the priorities of these positions; of a position named twice, the last counts."""
+        """Sets the priorities of these positions; the last value counts for repeated positions."""
         self._check_capacity(storage)
         _compat.follow_device(self, storage)
         index, priority = self._fetch(torch.as_tensor(index), torch.as_tensor(priority))
@@ -119,9 +119,9 @@ class CheckedPrioritizedSampler(StateFile, PrioritizedSampler):
         super().update_priority(index, self._as_priority(priority), storage=storage)
 
     def _fetch(self, *tensors: Tensor) -> list[Tensor]:
-        """Moves positions and numbers, one to each, to where the trees are, by one copy.
+        """Moves positions and one number for each to the device of the trees, in one copy.
 
-        Each copy to the host waits for the device of the rows; float64 holds them all exactly.
+        Each copy to the host waits for the rows' device. float64 holds all of them exactly.
         """
         first = tensors[0]
         alike = all(x.shape == first.shape and x.device == first.device for x in tensors)
@@ -131,12 +131,12 @@ class CheckedPrioritizedSampler(StateFile, PrioritizedSampler):
         return [x.to(like.dtype) for x, like in zip(copied, tensors, strict=True)]
 
     def _as_priority(self, priority: float | Tensor) -> Tensor:
-        """As float32, or an error if they are none."""
+        """Returns priorities as float32; raises an error if they are not valid."""
         priority = torch.as_tensor(priority).detach().to(self.device)
         if priority.is_complex():
             raise TypeError(f"A priority is a real number, but {priority.dtype} was given.")
         priority = priority.to(self.dtype)
-        # The sum of what they are raised to, over all rows, must be finite, too.
+        # The sum of their powers over all rows must be finite, too.
         limit = (_FLOAT32.max / self.max_size) ** (1 / max(self.alpha, 1.0))
         good = (priority >= 0) & (priority <= limit)
         if not good.all():
@@ -157,7 +157,7 @@ class CheckedPrioritizedSampler(StateFile, PrioritizedSampler):
         _compat.follow_device(self, storage)
 
     def _rank(self, storage: Storage) -> None:
-        """Gives the priority of a new row to those that no one announced."""
+        """Gives rows that were written without notice the priority of new rows."""
         self._check_capacity(storage)
         _compat.follow_device(self, storage)
         length = len(storage)
@@ -173,7 +173,7 @@ class CheckedPrioritizedSampler(StateFile, PrioritizedSampler):
         self._ranked = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Priorities `[capacity]` as they are kept, `(p + eps) ** alpha`, and the parameters."""
+        """Returns priorities `[capacity]` as stored, `(p + eps) ** alpha`, and the parameters."""
         return {
             "powers": _compat.priority_powers(self, torch.arange(self.max_size)),
             "largest": torch.as_tensor(self.default_priority).cpu().clone(),
@@ -183,9 +183,9 @@ class CheckedPrioritizedSampler(StateFile, PrioritizedSampler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave, also of a sampler with fewer rows.
+        """Restores a state that `state_dict` returned, also of a sampler with fewer rows.
 
-        An empty state leaves all as it is.
+        An empty state changes nothing.
         """
         if not state_dict:
             return
@@ -202,21 +202,21 @@ class CheckedPrioritizedSampler(StateFile, PrioritizedSampler):
 
 
 class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler):
-    """Pairs an anchor drawn by priority with one of its k nearest neighbors.
+    """Pairs each anchor, drawn by priority, with one of its k nearest neighbors.
 
-    Anchors are those of `CheckedPrioritizedSampler`, partners those of `NeighborPairSampler`. Both
-    members of a pair come with an importance weight: `"priority_weight"` is `[B, 2]`. Use it in a
-    `PairPrioritizedReplayBuffer`, which folds these weights as the pair was mixed, and gives both
-    members their share of a new error. Arguments that are not listed are `NeighborPairSampler`'s.
+    Anchors are drawn as in `CheckedPrioritizedSampler`, partners as in `NeighborPairSampler`. Both
+    rows of a pair have an importance weight: `"priority_weight"` is `[B, 2]`. Use it in a
+    `PairPrioritizedReplayBuffer`, which mixes these weights like the pair, and updates the
+    priorities of both rows. The other arguments are those of `NeighborPairSampler`.
 
     Args:
         max_capacity: Number of rows that the storage can hold.
         k: Number of neighbors to choose from.
 
     Keyword Args:
-        alpha: Exponent of the priorities: 0 draws anchors uniformly, 1 in proportion.
-        beta: Exponent of the importance weights: 0 corrects nothing, 1 everything.
-        eps: Added to each priority, so that no row is out of reach.
+        alpha: Exponent of the priorities: 0 draws anchors uniformly, 1 in proportion to them.
+        beta: Exponent of the importance weights: 0 is no correction, 1 is full correction.
+        eps: Constant that is added to each priority, so that every row can be drawn.
 
     Examples:
         >>> from nmer_torchrl import PrioritizedNeighborPairSampler
@@ -250,7 +250,7 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
         self._guard = Guard()
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """Positions `[B, 2]` of anchors by priority and partners, and their weights `[B, 2]`."""
+        """Draws positions `[B, 2]` of anchors and partners, with importance weights `[B, 2]`."""
         self._guard.check(self, storage, check_folded, _check_updates)
         with self.unit.lock:
             self.unit.synchronize(storage)
@@ -259,18 +259,18 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
             anchor, weight = (x.to(device) for x in (anchor, info["priority_weight"]))
             index = self.unit.join(anchor, _compat.generator(self))
             powers = _compat.priority_powers(self, index)
-            # Importance weights go with `powers ** -beta`: the same norm as the anchor's.
+            # Weights are proportional to `powers ** -beta`; both use the anchor's normalization.
             other = weight * (powers[:, 0] / powers[:, 1]) ** self.beta
         return index, {"priority_weight": torch.stack([weight, other], -1)}
 
     def update_pairs(
         self, index: Tensor, weight: Tensor, priority: Tensor, *, storage: Storage
     ) -> None:
-        """Gives both members of each pair their share of the error `priority` of their mix.
+        """Updates the priorities of both rows of each pair from the error of their mix.
 
-        The shares are those of `PairPrioritizedReplayBuffer.update_tensordict_priority`. With
-        `alpha = 0` no old priority is kept, and the new error stands in for it. Positions whose row
-        is gone are passed over.
+        `PairPrioritizedReplayBuffer.update_tensordict_priority` documents the update. With
+        `alpha = 0` old priorities are not stored, and the new error replaces them. Positions whose
+        row no longer exists are skipped.
 
         Args:
             index: Positions of anchors and partners, `[B, 2]`.
@@ -278,7 +278,7 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
             priority: Errors of the mixed rows, `[B]`.
 
         Keyword Args:
-            storage: Where the rows are.
+            storage: The storage of the rows.
         """
         anchor, partner, weight, priority = self._fetch(*index.unbind(-1), weight, priority)
         index = torch.stack([anchor, partner], -1)
@@ -308,7 +308,7 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
     def update_priority(
         self, index: int | Tensor, priority: float | Tensor, *, storage: Storage | None = None
     ) -> None:
-        """Sets the priorities of single positions; `update_pairs` is for pairs."""
+        """Sets the priorities of single positions; use `update_pairs` for pairs."""
         index = torch.as_tensor(index)
         if index.ndim > 1:
             raise ValueError(
@@ -320,7 +320,7 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
             super().update_priority(index, priority, storage=storage)
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
-        """Notes that the buffer has written these positions: they get the largest priority."""
+        """Records that the buffer has written these positions, and gives them the top priority."""
         with self.unit.lock:
             self.unit.mark_update(index, storage=storage)
             super().mark_update(index, storage=storage)
@@ -331,12 +331,12 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
             super()._empty()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the priorities, and what the neighbor search keeps."""
+        """Returns the priorities and the state of the neighbor search."""
         with self.unit.lock:
             return {**self.unit.state_dict(), "priorities": super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up the priorities and what the search kept; the rest is read from the storage."""
+        """Restores the priorities and the search; the rest is read from the storage."""
         with self.unit.lock:
             super().load_state_dict(state_dict.get("priorities", {}))
             self.unit.load_state_dict(state_dict)
@@ -349,7 +349,7 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
 
 
 def _check_updates(sampler: PrioritizedNeighborPairSampler, buffer: ReplayBuffer) -> None:
-    """Raises if the buffer would not update the priorities of both members of a pair."""
+    """Raises an error if the buffer would not update the priorities of both rows of a pair."""
     owner = _compat.member_buffer(buffer, sampler)
     if not getattr(owner, "updates_pairs", False):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Uniform rows, and the spread of what is stored."""
+"""A uniform sampler that tracks the standard deviations of the stored rows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from nmer_torchrl.tracking.spread import Spread
 
 
 class SpreadSampler(LockedSampler):
-    """Draws rows uniformly, and keeps the spread of each entry in step with what is stored.
+    """Draws rows uniformly, and tracks the standard deviation of each entry in the storage.
 
-    A transform never sees the sampler, so `GaussianNoise` is given the sampler's `spread` when the
-    two are made. Each draw takes up every write before it.
+    A transform has no access to the sampler, so pass the sampler's `spread` to `GaussianNoise` when
+    you build the two. Each draw processes all earlier writes first.
 
     Keyword Args:
-        keys: Entries whose spread is kept. A copy of them is held, to know what an overwritten row
-            takes away.
+        keys: Entries to track. The sampler keeps a copy of them, so that it can subtract
+            overwritten rows.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -43,13 +43,13 @@ class SpreadSampler(LockedSampler):
         super().__init__()
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """Returns uniform positions `[B]`."""
+        """Draws positions `[B]` uniformly."""
         with self._lock:
             self.spread.synchronize(storage)
             return draw_uniform(self.spread.rows, batch_size, _compat.generator(self)), {}
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
-        """Notes that the buffer has written these positions."""
+        """Records that the buffer has written these positions."""
         with self._lock:
             self.spread.rows.announce(index, storage)
 
@@ -58,11 +58,11 @@ class SpreadSampler(LockedSampler):
             self.spread.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns nothing: all of it follows from the storage."""
+        """Returns an empty state, since everything can be rebuilt from the storage."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Reads the storage anew at the next draw."""
+        """Clears the statistics; the next draw reads the whole storage again."""
         self._empty()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Transforms of a replay buffer: how a pair becomes one row, and what is done to a row."""
+"""Transforms of a replay buffer: folds that mix pairs to one row, and changes to single rows."""
 
 from nmer_torchrl.transforms.amplitude import AmplitudeScaling
 from nmer_torchrl.transforms.fold import Fold

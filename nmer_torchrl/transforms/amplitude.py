@@ -18,23 +18,22 @@ from nmer_torchrl.transforms.rows import device_of, restore_rows
 class AmplitudeScaling(Augmentation):
     """Multiplies the observation and the next observation of each row `[*B]` by a random factor.
 
-    One `z ~ U[min_factor, max_factor]` is drawn for each row, for both observations and all their
-    dimensions, and written to `"amplitude"`, `[*B, 1]`. This is the random amplitude scaling of RAD
-    (Laskin et al., 2020) for observations that are states. The source also offers a `z` for each
-    dimension, and one of its own for the next observation, and tries several ranges; here is the
-    one form that keeps the two observations of a transition consistent. There is no rule for
-    terminal transitions: reward and flags are not touched. Where an observation is not finite the
-    row is kept and `z` is 1.
+    One `z ~ U[min_factor, max_factor]` is drawn for each row, shared by both observations and all
+    their dimensions, and written to `"amplitude"`, `[*B, 1]`. This is the random amplitude scaling
+    of RAD (Laskin et al., 2020) for state observations. The source also offers one `z` for each
+    dimension and a separate `z` for the next observation, and tries several ranges. This class has
+    only the form that keeps the two observations of a transition consistent. There is no rule for
+    terminal transitions, since reward and flags do not change. If an observation is not finite, the
+    row is unchanged and `z` is 1.
 
-    Like that of `StateMixup`, this change shows in `buffer[:]` too; `buffer.storage[:]` is what is
-    stored.
+    As with `StateMixup`, `buffer[:]` is changed too; `buffer.storage[:]` returns the stored rows.
 
     Args:
-        min_factor: Least factor.
-        max_factor: Greatest factor.
+        min_factor: Smallest factor.
+        max_factor: Largest factor.
 
     Keyword Args:
-        generator: Source of the factors; `None` uses torch's global one.
+        generator: Generator of the factors; `None` uses torch's global one.
         observation_keys: Entries to scale, together with `("next", key)` of each.
 
     Examples:

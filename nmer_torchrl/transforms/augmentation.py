@@ -1,4 +1,4 @@
-"""What transforms of single rows share."""
+"""Base class of the transforms that change single rows."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from nmer_torchrl.transforms.schema import RowSchema
 class Augmentation(Transform, ABC):
     """Changes some continuous entries of rows `[*B]` at random. A subclass implements `augment`.
 
-    All randomness comes from its generator, whose state is part of its own. Rows are checked before
-    anything of them is stored.
+    All randomness comes from its generator, whose state is part of the transform's state. Rows are
+    checked before they are stored.
 
     Args:
-        keys: The entries.
-        argument: The name under which the user gave them.
+        keys: Entries to change.
+        argument: Name of the user's argument that lists these entries, for errors.
         generator: Source of all randomness; `None` uses torch's global one.
     """
 
@@ -37,23 +37,23 @@ class Augmentation(Transform, ABC):
 
     @abstractmethod
     def augment(self, rows: TensorDictBase) -> TensorDictBase:
-        """Returns changed rows `[*B]` of rows `[*B]`, which are left as they are."""
+        """Returns a changed copy of rows `[*B]`."""
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Returns changed rows `[*B]`; a single row is returned as it is."""
+        """Returns changed rows `[*B]`; returns a single row unchanged."""
         return self.augment(tensordict) if tensordict.ndim else tensordict
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        """Checks what is about to be stored; `None` where an n-step transform waits for more."""
+        """Checks rows before they are stored; `None` if an n-step transform waits for more."""
         if tensordict is not None:
             self.schema.check(self, tensordict)
         return tensordict
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Returns what rows look like, and the state of the generator."""
+        """Returns the layout of rows and the state of the generator."""
         return {**self.schema.state_dict(), **generator_state(self.generator)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Restores a state that `get_extra_state` returned."""
         self.schema.load_state_dict(state)
         load_generator_state(self.generator, state)

@@ -1,4 +1,4 @@
-"""Checks of entries: those that a fold would mix wrongly, or forget to mix."""
+"""Checks for entries that a fold would mix wrongly or forget to mix."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torchrl.envs.transforms import Transform
 
 from nmer_torchrl.keys import as_keys, get_entry, next_key
 
-# What TorchRL's transforms note about an episode beside its observations.
+# Entries that TorchRL's transforms add to an episode besides observations.
 _NOTES = {"reward", "original_reward", "time_reset", "time_step", "time_policy"}
-_NOTES |= {"episode_reward", "reward_sum"}  # returns so far, by their names in TorchRL
+_NOTES |= {"episode_reward", "reward_sum"}  # TorchRL's names of the return so far
 _REWARD: NestedKey = ("next", "reward")
 
 
 def as_anchor_keys(
     anchor_keys: Sequence[NestedKey], mixed: Collection[NestedKey]
 ) -> tuple[NestedKey, ...]:
-    """Returns the entries that stay the anchor's; raises if one of them is mixed."""
+    """Returns the entries that are not mixed; raises an error if one of them is mixed."""
     keys = as_keys(anchor_keys, "anchor_keys")
     both = [key for key in keys if key in mixed]
     if both:
@@ -32,7 +32,7 @@ def as_anchor_keys(
 
 
 def check_single_rows(rows: TensorDictBase) -> None:
-    """Raises if what is about to be stored is not a row or a vector of rows."""
+    """Raises an error unless the data to be stored is a row or a vector of rows."""
     if rows.ndim > 1:
         raise ValueError(
             f"The rows come in a batch of shape {tuple(rows.shape)}, but pairs are drawn "
@@ -41,14 +41,14 @@ def check_single_rows(rows: TensorDictBase) -> None:
 
 
 def check_discrete(rows: TensorDictBase, agreed: Collection[NestedKey]) -> bool:
-    """Raises if discrete actions would be mixed, or kept beside mixed observations.
+    """Raises an error if discrete actions would be mixed, or kept while observations are mixed.
 
     Args:
         rows: Rows of any batch size.
-        agreed: Entries in which rows agree if they are mixed, or that are kept on purpose.
+        agreed: Entries that must be equal for rows to be mixed, or that are kept on purpose.
 
     Returns:
-        Whether the rows tell; one row alone does not tell a one-hot action from a continuous one.
+        Whether the check was conclusive: a single row does not show whether an action is one-hot.
     """
     told = True
     for key in rows.keys(True, True):
@@ -69,9 +69,9 @@ def check_discrete(rows: TensorDictBase, agreed: Collection[NestedKey]) -> bool:
 
 
 def _is_one_hot(entry: Tensor, dims: int) -> bool | None:
-    """Returns whether rows with `dims` batch dimensions are one-hot; None if one cannot tell.
+    """Returns whether rows with `dims` batch dimensions are one-hot; None if it is undecidable.
 
-    Several one-hot parts side by side count, too: all rows then have the same number of ones.
+    Concatenated one-hot parts count as well: all rows then have the same number of ones.
     """
     if entry.ndim <= dims or entry.shape[-1] < 2 or not entry.is_floating_point():
         return False
@@ -91,18 +91,18 @@ def warn_unmixed(
     *,
     outcomes: bool,
 ) -> None:
-    """Warns if some entries of a transition are mixed while others stay the anchor's.
+    """Warns if some entries of a transition are mixed while others are the anchor's.
 
     Args:
-        fold: What mixes.
+        fold: The transform that mixes.
         rows: Rows of any batch size.
         mixed: Entries that are mixed.
-        kept: Entries that are kept on purpose, or in which rows agree.
-        outcomes: Whether next observations and rewards are to be mixed, too.
+        kept: Entries that are kept on purpose, or that must be equal.
+        outcomes: Whether next observations and rewards should be mixed, too.
     """
     observations = list(_observations(rows))
     if not any(key in mixed for key in observations):
-        return  # a fold that leaves all observations as they are
+        return  # the fold mixes no observations
     wanted: list[NestedKey] = list(observations)
     if _floats(rows, "action"):
         wanted.append("action")
@@ -122,7 +122,7 @@ def warn_unmixed(
 
 
 def _observations(rows: TensorDictBase) -> Iterator[NestedKey]:
-    """Yields the floating-point entries that a row has before and after the step."""
+    """Yields the floating-point entries that a row has both before and after the step."""
     for key in rows.keys(True, True):
         if _last(key) not in _NOTES and _floats(rows, key) and _floats(rows, next_key(key)):
             yield key

@@ -1,9 +1,8 @@
-"""Gates: which of the rows drawn are mixed at all; and schedules of their share.
+"""Gates, which decide which of the drawn rows are mixed, and schedules of the mixed share.
 
-A gate is given a batch of anchors and partners and says which anchors may be mixed; the others come
-out as they are stored, with a weight of 1. A fold takes any number of them as `gates=`. Any
-callable of this form is a gate; one with `state_dict` and `load_state_dict` is saved with its
-buffer.
+A gate gets a batch of anchors and partners and returns which anchors may be mixed. The others are
+used as stored, with a weight of 1. A fold accepts any number of gates as `gates=`. Any callable of
+this form is a gate. If it has `state_dict` and `load_state_dict`, it is saved with its buffer.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _ROWS = Number(least=1)  # configs write large numbers as 1e6
 
 
 class Gate(Protocol):
-    """Which anchors may be mixed with their partners.
+    """Decides which anchors may be mixed with their partners.
 
     Examples:
         >>> from nmer_torchrl import PairMixup
@@ -36,16 +35,16 @@ class Gate(Protocol):
     """
 
     def __call__(self, batch: TensorDictBase, generator: torch.Generator | None) -> Tensor:
-        """Rows `[*B, 1 + m]`, the anchor first, to boolean `[*B]`; true where they may be mixed."""
+        """Returns booleans `[*B]`: which of rows `[*B, 1 + m]`, anchor first, may be mixed."""
         ...
 
 
 class Fraction:
-    """Lets each row be mixed with a probability, independently of the others.
+    """Allows each row to be mixed with a probability, independently of the others.
 
     Args:
         share: The probability, from 0 to 1, or a schedule such as `LinearFraction(1.0, 0.0, rows)`,
-            which gives it from the number of rows that this gate has seen so far.
+            which computes it from the number of rows that this gate has seen so far.
 
     Examples:
         >>> import torch
@@ -69,11 +68,11 @@ class Fraction:
         return torch.rand(shape, generator=generator, device=device_of(batch, generator)) < share
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of rows seen so far."""
+        """Returns the number of rows seen so far."""
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Restores the number of rows seen so far."""
         self.drawn = int(state["drawn"])
 
     def __repr__(self) -> str:
@@ -81,13 +80,13 @@ class Fraction:
 
 
 class Same:
-    """Keeps rows unmixed that differ from their partner, or from any of them, in some entries.
+    """Allows only rows to be mixed that equal all their partners in some entries.
 
-    For entries that cannot be mixed, such as discrete actions: leave them out of what is measured
-    and mixed, and mix only rows that agree in them.
+    Use it for entries that cannot be mixed, such as discrete actions. Leave these out of the
+    entries that are measured and mixed, and mix only rows in which they are equal.
 
     Args:
-        keys: The entries, of any dtype.
+        keys: Entries that must be equal, of any dtype.
 
     Examples:
         >>> from nmer_torchrl import NeighborPairSampler, PairMixup
@@ -114,7 +113,7 @@ class Same:
 
 
 def as_gates(gates: Sequence[Gate]) -> tuple[Gate, ...]:
-    """Returns the gates as a tuple; raises if one is no gate."""
+    """Returns the gates as a tuple; raises an error if one is not a gate."""
     if callable(gates):
         raise TypeError(f"gates={gates!r} is a single gate; give a list, as in gates=[{gates!r}].")
     for gate in gates:
@@ -126,7 +125,7 @@ def as_gates(gates: Sequence[Gate]) -> tuple[Gate, ...]:
 
 
 class Schedule(Protocol):
-    """A share of rows, from the number of rows drawn so far.
+    """Computes the share of mixed rows from the number of rows drawn so far.
 
     Examples:
         >>> from nmer_torchrl import PairMixup
@@ -135,15 +134,15 @@ class Schedule(Protocol):
     """
 
     def __call__(self, drawn: int) -> float:
-        """The share, from 0 to 1."""
+        """Returns the share, from 0 to 1."""
         ...
 
 
 @dataclass(frozen=True)
 class LinearFraction:
-    """From `first` to `last` along a line, over a number of rows drawn; then `last`.
+    """A share that changes linearly from `first` to `last` over a number of drawn rows.
 
-    Rows are those of the batches: a batch of 256 counts 256.
+    After that it stays at `last`. A batch of 256 counts as 256 rows.
 
     Examples:
         >>> schedule = LinearFraction(1.0, 0.2, rows=1_000)
@@ -166,7 +165,7 @@ class LinearFraction:
 
 @dataclass(frozen=True)
 class ExponentialFraction:
-    """From `first` toward `last`, half of the way in each `half_life` rows drawn.
+    """A share that moves from `first` half of the way to `last` in each `half_life` drawn rows.
 
     Examples:
         >>> schedule = ExponentialFraction(1.0, 0.0, half_life=1_000)
@@ -189,10 +188,10 @@ class ExponentialFraction:
 
 @dataclass(frozen=True)
 class DensityFraction:
-    """From `first` to `last` as a buffer fills, up to a number of rows stored; then `last`.
+    """A share that changes from `first` to `last` as the buffer fills to a number of rows.
 
-    The more rows are stored the nearer are neighbors, and the better is what lies between them.
-    The rows are those of the buffer that draws; of an ensemble, those of all members.
+    After that it stays at `last`. With more stored rows, neighbors are nearer and mixes are better.
+    The rows of the buffer that draws are counted; in an ensemble, the rows of all members.
 
     Examples:
         >>> from nmer_torchrl import make_replay_buffer

@@ -1,4 +1,4 @@
-"""Mixed inputs with predicted outcomes."""
+"""Mixes inputs, and predicts their outcomes by Gaussian process regression."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nmer_torchrl.transforms.rows import anchors, device_of
 
 
 class Geometry(Protocol):
-    """Places rows in a Euclidean space, as samplers of neighbors do.
+    """Maps rows to points in a Euclidean space, as neighbor samplers do.
 
     Examples:
         >>> from nmer_torchrl.transforms import GaussianProcessMixup
@@ -32,7 +32,7 @@ class Geometry(Protocol):
     """
 
     def embed(self, batch: TensorDictBase) -> Tensor:
-        """Rows `[*B]` to points `[*B, f]` whose Euclidean distance is the metric's."""
+        """Maps rows `[*B]` to points `[*B, f]` whose Euclidean distance is the metric's."""
         ...
 
 
@@ -40,27 +40,27 @@ class Geometry(Protocol):
 class GaussianProcessMixup(Fold):
     """Folds neighborhoods `[*B, 1 + m]` to `[*B]`: mixed inputs, predicted reward and next state.
 
-    Observation and action are mixed as by `NeighborhoodMixup`. Reward and change of state at that
-    input are then predicted, by Gaussian process regression from the anchor and its neighbors; the
-    next observation is the mixed one plus the predicted change. Where outcomes curve between
-    neighbors this follows them, and a convex combination does not. Where the predictive variance
-    is above `process.max_variance` the anchor stays as it is, with weight 1, as terminal ones do.
+    Observation and action are mixed as in `NeighborhoodMixup`. The reward and the change of state
+    for that input are predicted by Gaussian process regression from the anchor and its neighbors.
+    The next observation is the mixed observation plus the predicted change. Unlike a convex
+    combination, this follows outcomes that curve between neighbors. If the predictive variance is
+    above `process.max_variance` or a row is terminal, the anchor is used unchanged, with weight 1.
 
-    It goes with `NeighborhoodSampler`, under whose metric the regression measures.
+    Use it with `NeighborhoodSampler`, whose metric the regression uses.
 
     Args:
         alpha: Parameter of the Dirichlet distribution of the weights.
 
     Keyword Args:
-        geometry: What the regression measures by. `None` uses the sampler, or the pairing, of the
-            buffer that draws.
+        geometry: Object that maps rows to points for the regression. `None` uses the sampler or
+            the pairing of the buffer that draws.
         process: The regression.
-        keys: The inputs; those that have a `("next", key)` among the outcomes are observations.
-        value_keys: The outcomes.
-        terminated_key: The flag that keeps a neighborhood unmixed.
-        generator: Source of the weights; `None` uses torch's global one.
-        gates: What else keeps neighborhoods unmixed.
-        anchor_keys: Entries that stay the anchor's without a warning.
+        keys: Entries of the input. Those with a `("next", key)` in `value_keys` are observations.
+        value_keys: Entries of the outcome.
+        terminated_key: Entry that marks a terminal row; such neighborhoods are not mixed.
+        generator: Generator of the weights; `None` uses torch's global one.
+        gates: Further rules that decide which neighborhoods are mixed.
+        anchor_keys: Entries that are not mixed on purpose, so that no warning names them.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer

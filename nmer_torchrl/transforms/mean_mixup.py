@@ -1,4 +1,4 @@
-"""The fold to the middle of a pair."""
+"""Mixes pairs to their mean."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from nmer_torchrl.transforms.rows import device_of
 class MeanMixup(Fold):
     """Folds pairs `[*B, 2]` to their means, `(anchor + partner) / 2`.
 
-    In all else it is `PairMixup`, with `w = 1 / 2` for every pair.
+    It is `PairMixup` with `w = 1 / 2` for every pair.
 
     Keyword Args:
-        generator: Source of the randomness of gates; `None` uses torch's global one.
+        generator: Generator that gates use; `None` uses torch's global one.
         mix_keys: Entries to mix.
-        terminated_key: The flag that keeps a pair unmixed; `None` for no such rule.
-        gates: What else keeps pairs unmixed.
-        anchor_keys: Entries that stay the anchor's without a warning.
+        terminated_key: Entry that marks a terminal row; such pairs are not mixed. `None` turns this
+            rule off.
+        gates: Further rules that decide which pairs are mixed.
+        anchor_keys: Entries that are not mixed on purpose, so that no warning names them.
 
     Examples:
         >>> import torch

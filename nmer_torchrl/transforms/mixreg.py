@@ -1,4 +1,4 @@
-"""Mixed inputs with drawn supervision."""
+"""Mixes the inputs of pairs, and draws the supervision from one of the two rows."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ class MixReg(Fold):
     """Folds pairs `[*B, 2]` to `[*B]`: mixed inputs, and the supervision of one of the two.
 
     Observation and action are `w * anchor + (1 - w) * partner` with `w ~ Beta(alpha, alpha)`.
-    Reward, next observation, flags and all else are the anchor's with probability `w`, and the
-    partner's otherwise. `w` is written to `"mixup_weight"`, and the column of the pair whose
-    supervision it is, 0 or 1, to `"mixup_member"`, both `[*B, 1]`.
+    Reward, next observation, flags and all other entries are the anchor's with probability `w`,
+    and the partner's otherwise. `w` is written to `"mixup_weight"`, and the column of the row that
+    gave the supervision, 0 or 1, to `"mixup_member"`, both `[*B, 1]`.
 
     Mixreg (Wang et al., 2020) trains on the mixed target `w * y + (1 - w) * y'`. A target such as
     `y = r + gamma * V(s')` is not linear in `s'`, so mixing next observations would not mix
     targets; only a loss that evaluates both next observations can. But the gradient of a squared
     error is linear in the target, so a target that is `y` with probability `w` and `y'` otherwise
-    has the gradient of the mixed one on average: any loss of that kind, such as TorchRL's TD3Loss
-    and SACLoss with `loss_function="l2"`, trains on mixreg as it is, with more noise. A flag is
-    never mixed, so terminal transitions need no rule. The source draws pairs within a batch of
-    images and takes the discrete action of the member with the greater weight; here the partner is
-    what the sampler chose, and actions are mixed as well.
+    has the gradient of the mixed target on average. So losses with a squared error, such as
+    TorchRL's TD3Loss and SACLoss with `loss_function="l2"`, train on mixreg without changes, with
+    more noise. Flags are never mixed, so terminal transitions need no rule. The source draws pairs
+    within a batch of images and uses the discrete action of the row with the greater weight. Here
+    the sampler chooses the partner, and actions are mixed as well.
 
-    Where a mix is not finite the anchor is used as it is and `w` is 1. A batch without a dimension
-    of pairs, such as that of `buffer[:]`, passes through unchanged.
+    If a mix is not finite, the anchor is used unchanged and `w` is 1. A batch without a pair
+    dimension, such as `buffer[:]`, passes through unchanged.
 
     Args:
-        alpha: Parameter of the Beta distribution; the source's is 0.2.
+        alpha: Parameter of the Beta distribution; the source uses 0.2.
 
     Keyword Args:
-        generator: Source of weights and members; `None` uses torch's global one.
-        mix_keys: The inputs.
-        anchor_keys: Entries that stay unmixed without a warning.
+        generator: Generator of weights and members; `None` uses torch's global one.
+        mix_keys: Entries of the input.
+        anchor_keys: Entries that are not mixed on purpose, so that no warning names them.
 
     Examples:
         >>> import torch
@@ -89,7 +89,7 @@ class MixReg(Fold):
         )
 
     def look(self, rows: TensorDictBase) -> bool:
-        """Checks the inputs of the first rows. Returns whether they were enough to tell."""
+        """Checks the inputs of the first rows; returns whether the check was conclusive."""
         warn_unmixed(self, rows, self.mix_keys, self.anchor_keys, outcomes=False)
         return check_discrete(rows, self.anchor_keys)
 

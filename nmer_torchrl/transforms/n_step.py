@@ -1,4 +1,4 @@
-"""n-step rows: storing those of several environments, and what TorchRL's transform asks for."""
+"""n-step rows: a transform to store those of several environments, and checks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _ORDER = "transform=Compose(fold, FlattenRows(), MultiStepTransform(...))"
 
 @final
 class FlattenRows(Transform):
-    """Stores rows that come as `[envs, steps]` one by one.
+    """Flattens rows `[envs, steps]` to single rows before they are stored.
 
-    A buffer of pairs stores single rows. In front of this transform, `MultiStepTransform` gets the
-    rows of each environment apart and computes their n-step returns; behind it they are flat. A
-    write passes the transforms of a buffer from the last to the first, so append this one first and
-    `MultiStepTransform` after it. Without `MultiStepTransform` it saves `data.reshape(-1)`, as
-    where a collector writes to the buffer by itself. Batches pass unchanged.
+    A buffer of pairs stores single rows. `MultiStepTransform` needs the rows of each environment
+    separately to compute n-step returns, so rows must be flattened after it. Writes pass through a
+    buffer's transforms from the last to the first, so append this one first and
+    `MultiStepTransform` after it. Without `MultiStepTransform` it replaces `data.reshape(-1)`, such
+    as when a collector writes to the buffer itself. Batches pass through unchanged.
 
     Examples:
         >>> import torch
@@ -47,11 +47,11 @@ class FlattenRows(Transform):
         self._order = TimeOrder()
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Returns the batch as it is."""
+        """Returns the batch unchanged."""
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        """Flattens what is about to be stored; `None` where an n-step transform waits for more."""
+        """Flattens rows before they are stored; `None` if an n-step transform waits for more."""
         if tensordict is None:
             return None
         for transform in _n_step_transforms(self):
@@ -66,26 +66,26 @@ class FlattenRows(Transform):
 
 
 class TimeOrder:
-    """Checks that rows which an n-step transform joins follow each other in time.
+    """Checks that the rows that an n-step transform joins follow each other in time.
 
-    A row follows another if it starts from the observation that the other leads to, or if the other
-    ends an episode. Rows of several environments in one dimension do not, and neither do rows of
-    different rollouts that were cut off without an end. The rows of one call are also compared with
-    those of the calls before.
+    A row follows another if it starts from the next observation of the other, or if the other ends
+    an episode. Rows of several environments in one dimension do not, and neither do rows of
+    different rollouts that were cut off without an end flag. The rows of one call are also compared
+    with those of earlier calls.
     """
 
     def __init__(self) -> None:
-        self._last: _Steps | None = None  # the rows that the next ones are compared with
-        self._n = 0  # how far these look ahead
+        self._last: _Steps | None = None  # the last rows, to compare the next ones with
+        self._n = 0  # the n of their n-step returns
 
     def check(self, rows: TensorDictBase, transform: MultiStepTransform) -> None:
-        """Raises if the rows `[*B, T]` are not in the order of time along the last dimension."""
+        """Raises an error unless rows `[*B, T]` are in temporal order along the last dimension."""
         dim = rows.ndim - 1
         steps = _read_steps(rows, transform) if rows.ndim else None
         if steps is None:
             return
         n = 1
-        if _is_n_step(rows):  # the transform has these rows already, whether or not they are stored
+        if _is_n_step(rows):  # the transform has processed these rows already
             n = transform.n_steps
             if self._last is not None and self._n == n:
                 pairs = zip(self._last, steps, strict=True)
@@ -93,7 +93,7 @@ class TimeOrder:
             kept = min(n, steps.ended.shape[dim])
             self._last = _Steps(*(part.narrow(dim, -kept, kept).clone() for part in steps))
             self._n = n
-        joined = steps.ended.shape[dim] - n  # rows whose successor is here
+        joined = steps.ended.shape[dim] - n  # rows whose successor is among these rows
         if joined <= 0:
             return
         keeps_first = n == 1 or transform.done_key in transform.done_keys
@@ -111,16 +111,16 @@ class TimeOrder:
 
 
 class _Steps(NamedTuple):
-    """What tells whether rows `[*B, T]` follow each other."""
+    """The data that decides whether rows `[*B, T]` follow each other."""
 
-    start: Tensor  # `[*B, T, d]`, the observations
-    target: Tensor  # `[*B, T, d]`, those that the rows lead to
-    ended: Tensor  # `[*B, T]`, whether an episode ends there
-    ahead: Tensor  # `[*B, T]`, how many steps lead to the target
+    start: Tensor  # `[*B, T, d]`, observations
+    target: Tensor  # `[*B, T, d]`, next observations
+    ended: Tensor  # `[*B, T]`, whether the episode ends
+    ahead: Tensor  # `[*B, T]`, number of steps to the target
 
 
 def _read_steps(rows: TensorDictBase, transform: MultiStepTransform) -> _Steps | None:
-    """Reads them from rows; None if there is no end of an episode or nothing to compare."""
+    """Reads the steps from rows; None if there is no end flag or nothing to compare."""
     dims, following = rows.ndim, rows.get("next", None)
     done = None if following is None else following.get(transform.done_key, None)
     if following is None or done is None:
@@ -143,9 +143,9 @@ def _read_steps(rows: TensorDictBase, transform: MultiStepTransform) -> _Steps |
 
 
 def check_time_order(transform: Transform, order: TimeOrder, rows: TensorDictBase) -> None:
-    """Raises if an n-step transform beside this one joins rows of different environments.
+    """Raises an error if an n-step transform of the same buffer joins rows of several environments.
 
-    A `FlattenRows` beside it has checked them, before they were flat.
+    Nothing is checked if the buffer has a `FlattenRows`, which checks rows before it flattens them.
     """
     beside = list(_n_step_transforms(transform))
     if beside and not any(isinstance(t, FlattenRows) for t in _compat.transforms_beside(transform)):
@@ -155,7 +155,7 @@ def check_time_order(transform: Transform, order: TimeOrder, rows: TensorDictBas
 def check_n_step(
     fold: Transform, terminated_key: NestedKey, rows: TensorDictBase | None = None
 ) -> None:
-    """Raises if n-step rows of several environments, or terminal ones, would not be told apart."""
+    """Raises an error if an n-step transform hides terminal rows or gets rows in a wrong shape."""
     for transform in _n_step_transforms(fold):
         if transform.n_steps == 1:
             raise ValueError(
@@ -185,5 +185,5 @@ def _n_step_transforms(transform: Transform) -> list[MultiStepTransform]:
 
 
 def _is_n_step(rows: TensorDictBase) -> bool:
-    """Whether an n-step transform has been over the rows."""
+    """Returns whether an n-step transform has processed the rows."""
     return STEPS_KEY in rows

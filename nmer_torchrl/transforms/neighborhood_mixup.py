@@ -1,4 +1,4 @@
-"""Convex combinations of whole neighborhoods."""
+"""Mixes an anchor and all its neighbors by convex combination."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ class NeighborhoodMixup(Fold):
     """Folds neighborhoods `[*B, 1 + m]` to `[*B]` by weights over the anchor and m neighbors.
 
     The weights `w ~ Dirichlet(alpha, ..., alpha)` sum to one, and each mixed entry is
-    `sum_i w_i * row_i`; with m = 1 that is `PairMixup`. They are written to `"mixup_weight"`,
-    `[*B, 1 + m]`, the anchor's first. Where the anchor or a neighbor is terminal or has a
-    non-finite entry, the anchor is used as it is, and its weight is 1. Entries that are not mixed
-    are the anchor's. A batch without a dimension of neighbors passes through unchanged.
+    `sum_i w_i * row_i`. With m = 1 this is `PairMixup`. The weights are written to
+    `"mixup_weight"`, `[*B, 1 + m]`, the anchor's first. If the anchor or a neighbor is terminal or
+    has a non-finite entry, the anchor is used unchanged and its weight is 1. Entries that are not
+    mixed are the anchor's. A batch without a neighbor dimension passes through unchanged.
 
-    It goes with `NeighborhoodSampler`.
+    Use it with `NeighborhoodSampler`.
 
     Args:
         alpha: Parameter of the Dirichlet distribution: small values give nearly all weight to one
-            row, one gives any weights alike, large values give nearly the mean.
+            row, one gives uniformly distributed weights, large values give nearly the mean.
 
     Keyword Args:
-        generator: Source of the weights; `None` uses torch's global one.
+        generator: Generator of the weights; `None` uses torch's global one.
         mix_keys: Entries to mix.
-        terminated_key: The flag that keeps a neighborhood unmixed.
-        gates: What else keeps neighborhoods unmixed.
-        anchor_keys: Entries that stay the anchor's without a warning.
+        terminated_key: Entry that marks a terminal row; such neighborhoods are not mixed.
+        gates: Further rules that decide which neighborhoods are mixed.
+        anchor_keys: Entries that are not mixed on purpose, so that no warning names them.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Noise on whole transitions."""
+"""Adds noise to whole transitions."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from nmer_torchrl.transforms.rows import choose_rows, is_terminal, restore_rows
 class GaussianNoise(Augmentation):
     """Adds zero-mean Gaussian noise to each number of rows `[*B]`: `x + sigma * std * n`.
 
-    `n ~ N(0, 1)` is drawn for each number anew, and `std` is the spread of its dimension among all
-    that is stored now, so that `sigma` means the same for every dimension; one that does not vary
-    gets no noise. Noise is added to the entries of `spread`: observation, action, reward and next
-    observation unless it was made with others. Actions are then brought back into their bounds.
-    Terminal transitions, and rows with a non-finite entry, are left as they are.
+    `n ~ N(0, 1)` is drawn for each number. `std` is the standard deviation of its dimension among
+    all rows stored now, so that `sigma` means the same for every dimension; constant dimensions get
+    no noise. Noise is added to the entries of `spread`, by default observation, action, reward and
+    next observation. Actions are then clipped to their bounds. Terminal transitions and rows with a
+    non-finite entry are not changed.
 
-    It goes with `SpreadSampler`, which keeps `spread` in step with the storage. Like that of
-    `StateMixup`, this change shows in `buffer[:]` too; `buffer.storage[:]` is what is stored.
+    Use it with `SpreadSampler`, which keeps `spread` up to date with the storage. As with
+    `StateMixup`, `buffer[:]` is changed too; `buffer.storage[:]` returns the stored rows.
 
     Args:
-        sigma: Standard deviation of the noise, as a share of the spread.
+        sigma: Standard deviation of the noise, as a share of the dimension's standard deviation.
 
     Keyword Args:
-        spread: That of the buffer's `SpreadSampler`.
-        generator: Source of the noise; `None` uses torch's global one.
-        action_keys: Which of the entries are actions.
-        action_bounds: Least and greatest value of an action; `None` for no bounds.
-        terminated_key: The flag of a terminal transition.
+        spread: The `spread` of the buffer's `SpreadSampler`.
+        generator: Generator of the noise; `None` uses torch's global one.
+        action_keys: Entries that are actions.
+        action_bounds: Least and greatest value to which actions are clipped; `None` does not clip.
+        terminated_key: Entry that marks a terminal row.
 
     Examples:
         >>> from nmer_torchrl import make_replay_buffer
@@ -77,11 +77,11 @@ class GaussianNoise(Augmentation):
                     f"{spread.keys}; name the actions among those, or set `action_bounds` to None."
                 )
         self.terminated_key = as_keys([terminated_key], "terminated_key")[0]
-        # By key, least and greatest action on a device so far, and the number of calls.
+        # By key: least and greatest action seen on a device so far, and the number of calls.
         self._extremes: dict[NestedKey, tuple[Tensor, int]] = {}
 
     def augment(self, rows: TensorDictBase) -> TensorDictBase:
-        """Returns rows `[*B]` with noise."""
+        """Returns rows `[*B]` with added noise."""
         check_spread(self, self.spread)
         std, entries = self.spread.std, self.schema.entries(rows)
         if not std:
@@ -109,7 +109,7 @@ class GaussianNoise(Augmentation):
         return noisy.clamp(*self.action_bounds)
 
     def _check_action(self, action: Tensor, key: NestedKey) -> None:
-        """Raises if an action is outside; on a device, once in many calls, since it waits."""
+        """Raises an error if an action is out of bounds; rarely checks on a device, as it waits."""
         assert self.action_bounds is not None
         low, high = self.action_bounds
         if action.device.type != "cpu":
@@ -131,7 +131,7 @@ class GaussianNoise(Augmentation):
             )
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        """Checks what is about to be stored."""
+        """Checks rows before they are stored."""
         if tensordict is not None:
             get_entry(tensordict, self.terminated_key)
             for key in self.action_keys:

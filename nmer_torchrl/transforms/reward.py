@@ -1,4 +1,4 @@
-"""Rewards averaged over pairs."""
+"""Averages the rewards of pairs."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class RewardMean(Fold):
     """Folds pairs `[*B, 2]` to their anchors, with the mean of the two rewards.
 
     With `NeighborPairSampler` this is replay with interpolated rewards for continuous states. The
-    source (Pilar von Pilchau et al., 2020) has discrete states: it stores extra transitions whose
-    reward is the average over all that were seen from the same state and action, one for each state
-    that followed. No two continuous states are the same, so here the anchor stays as it is but for
-    its reward, which is averaged with that of one near neighbor, another one at each draw; over
-    many draws that is half the anchor's own and half the mean of its k nearest.
+    source (Pilar von Pilchau et al., 2020) has discrete states. It stores extra transitions whose
+    reward is the average over all transitions from the same state and action, one for each state
+    that followed. Continuous states do not repeat, so here only the anchor's reward changes. It is
+    averaged with the reward of one near neighbor, chosen anew at each draw. Over many draws that is
+    half the anchor's own reward and half the mean of its k nearest neighbors.
 
-    As with `PairMixup`, a pair of which either is terminal, or has a non-finite reward, leaves the
-    anchor as it is; `"mixup_weight"`, `[*B, 1]`, is then 1, and else one half. A batch without a
-    dimension of pairs passes through unchanged.
+    As with `PairMixup`, the anchor is unchanged if either row is terminal or has a non-finite
+    reward; `"mixup_weight"`, `[*B, 1]`, is then 1, otherwise one half. A batch without a pair
+    dimension passes through unchanged.
 
     Keyword Args:
         reward_keys: Entries to average.
-        terminated_key: The flag that keeps a pair as it is.
+        terminated_key: Entry that marks a terminal row; such pairs are not averaged.
 
     Examples:
         >>> import torch
@@ -59,7 +59,7 @@ class RewardMean(Fold):
         return self.mix_pairs(rows, torch.full(rows.shape[:-1], 0.5, device=device_of(rows)))
 
     def look(self, rows: TensorDictBase) -> bool:
-        """Takes rows with any other entries, since these are not mixed."""
+        """Accepts rows with any other entries, since these are not mixed."""
         return True
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The check of new rows by itself, for buffers without another transform of this package."""
+"""A transform that only checks new rows, for buffers without another transform of the package."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from nmer_torchrl.transforms.augmentation import Augmentation
 
 @final
 class RowCheck(Augmentation):
-    """Refuses rows that do not fit the stored ones, before anything of them is stored.
+    """Rejects rows that do not fit the stored ones, before they are stored.
 
-    TorchRL moves its cursor and its length before it writes, so that a write which fails on the
-    way, since an entry has another shape or dtype, leaves rows behind that no one wrote; an entry
-    that is missing keeps what stood at its position, and one of width 1 is repeated. What a row
-    looks like is read from the storage, or from the first rows where it is empty; later rows may
-    have more entries. Batches pass unchanged.
+    TorchRL advances its cursor and length before it writes. If a write then fails because an entry
+    has another shape or dtype, rows that were never written remain. A missing entry keeps its old
+    value, and an entry of width 1 is repeated. The expected layout is read from the storage, or
+    from the first rows if it is empty. Later rows may have more entries. Batches pass through
+    unchanged.
 
     Examples:
         >>> import torch
@@ -37,5 +37,5 @@ class RowCheck(Augmentation):
         super().__init__((), "", None)
 
     def augment(self, rows: TensorDictBase) -> TensorDictBase:
-        """Returns the rows as they are."""
+        """Returns the rows unchanged."""
         return rows

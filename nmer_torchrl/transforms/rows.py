@@ -1,4 +1,4 @@
-"""Pure functions of rows: which anchors are kept, and what is put back."""
+"""Pure functions that decide which anchors are not mixed, and that restore rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nmer_torchrl.transforms.n_step import NONTERMINAL_KEY, STEPS_KEY
 
 
 def device_of(rows: TensorDictBase, generator: torch.Generator | None = None) -> torch.device:
-    """Returns where rows are; without entries, where the generator is."""
+    """Returns the device of the rows, or of the generator if the rows have no entries."""
     if rows.device is not None:
         return rows.device
     for entry in rows.values(True, True):
@@ -26,14 +26,14 @@ def device_of(rows: TensorDictBase, generator: torch.Generator | None = None) ->
 
 
 def is_terminal(rows: TensorDictBase, terminated_key: NestedKey, dims: int) -> Tensor:
-    """Boolean `[*B]` of that many dimensions: whether any beyond them is a terminal transition."""
+    """Returns booleans `[*B]` with `dims` dimensions: whether any row beyond them is terminal."""
     ended = any_feature(get_entry(rows, terminated_key).bool(), dims)
     nonterminal = rows.get(NONTERMINAL_KEY, None)
     return ended if nonterminal is None else ended | any_feature(~nonterminal.bool(), dims)
 
 
 def kept_anchors(rows: TensorDictBase, terminated_key: NestedKey | None, dims: int) -> Tensor:
-    """`[*B, 1 + m]` rows to boolean `[*B]`: whether the anchor is kept as it is."""
+    """Returns, as booleans `[*B]`, which anchors of rows `[*B, 1 + m]` are not mixed."""
     if terminated_key is None:
         kept = torch.zeros(rows.shape[:dims], dtype=torch.bool, device=device_of(rows))
     else:
@@ -47,15 +47,15 @@ def kept_anchors(rows: TensorDictBase, terminated_key: NestedKey | None, dims: i
 def restore_rows(
     changed: dict[NestedKey, Tensor], original: dict[NestedKey, Tensor], dims: int
 ) -> Tensor | None:
-    """Puts back all entries of the rows `[*B]` of which one has come out non-finite.
+    """Restores all entries of the rows `[*B]` in which an entry became non-finite.
 
-    Returns which rows stay changed, or None if all do. On the CPU a look at the sum tells in most
-    cases; on a device, where to look is to wait, rows are always chosen.
+    Returns a mask of the rows that stay changed, or None if all do. On the CPU, checking the sum is
+    enough in most cases. On a device, where a check would wait, rows are always selected.
     """
     entries = list(changed.values())
     if entries[0].device.type == "cpu":
         numbers = torch.cat([entry.reshape(-1) for entry in entries])
-        # The sum may overflow by itself, so that "no" asks for a closer look.
+        # The sum itself may overflow, so a non-finite sum needs a closer check.
         if math.isfinite(numbers.sum().item()):
             return None
     rows = torch.cat([entry.reshape(*entry.shape[:dims], -1) for entry in entries], -1)
@@ -67,7 +67,7 @@ def restore_rows(
 def choose_rows(
     flags: Tensor, changed: dict[NestedKey, Tensor], original: dict[NestedKey, Tensor]
 ) -> None:
-    """Puts back the rows that are not flagged; flags are `[*B]`, entries `[*B, ...]`."""
+    """Restores the rows that are not flagged; flags are `[*B]`, entries `[*B, ...]`."""
     for key, entry in original.items():
         keep = flags[(...,) + (None,) * (entry.ndim - flags.ndim)]
         changed[key] = torch.where(keep, changed[key], entry)
@@ -76,7 +76,7 @@ def choose_rows(
 def anchors(
     rows: TensorDictBase, dim: int, replaced: dict[NestedKey, Tensor], prefix: tuple[str, ...] = ()
 ) -> TensorDictBase:
-    """The first along `dim`, with some entries replaced, in one go."""
+    """Returns the first rows along `dim`, with some entries replaced, in one pass."""
     entries: dict[str, Any] = {}
     for name, value in rows.items():
         entry = replaced.get((*prefix, name) if prefix else name)

@@ -1,4 +1,4 @@
-"""What the rows of a buffer look like, and the check of new rows against it."""
+"""The layout of a buffer's rows, and the check of new rows against it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from nmer_torchrl import _compat
 from nmer_torchrl.keys import as_keys, get_continuous, get_entry
 from nmer_torchrl.transforms.n_step import TimeOrder, check_time_order
 
-_WRITTEN = ("index", "td_error")  # by a buffer or a loss into rows that were stored before
-_LAYOUT = ("_shapes", "_dtypes", "_needed", "_dims")  # of rows; never changed in place
+_WRITTEN = ("index", "td_error")  # entries that a buffer or a loss adds to sampled rows
+_LAYOUT = ("_shapes", "_dtypes", "_needed", "_dims")  # attributes that are never changed in place
 
 
 class RowSchema:
-    """Shape and dtype of each entry of a row, taken from the storage or from the first rows.
+    """Holds shape and dtype of each entry of a row, read from the storage or the first rows.
 
-    Each transform of this package holds one and asks it before rows are stored.
+    Each transform of this package has one and checks rows with it before they are stored.
 
     Args:
-        keys: Entries that must be there and continuous.
-        argument: The name under which the user gave them.
+        keys: Entries that must be present and continuous.
+        argument: Name of the user's argument that lists these entries, for errors.
     """
 
     def __init__(self, keys: Sequence[NestedKey] = (), argument: str = "") -> None:
@@ -34,21 +34,21 @@ class RowSchema:
         if argument and not self.keys:
             raise ValueError(f"`{argument}` is empty; name at least one entry.")
         self.argument = argument
-        self.looked = False  # whether the first rows have been looked at
+        self.looked = False  # whether the first rows have been checked
         self._forget()
 
     def _forget(self) -> None:
-        self._shapes: dict[NestedKey, torch.Size] = {}  # of entries of the rows seen so far
+        self._shapes: dict[NestedKey, torch.Size] = {}  # shapes of all entries seen so far
         self._dtypes: dict[NestedKey, torch.dtype] = {}
         self._needed: list[NestedKey] = []  # entries of the first rows
-        self._dims = 0  # of the batch that they came in, 0 if there was none
-        # Shapes and dtypes of rows let through before.
+        self._dims = 0  # batch dimensions of the first rows
+        # Shapes and dtypes of rows that passed before.
         self._last: tuple[dict[NestedKey, torch.Size], dict[NestedKey, torch.dtype]] | None = None
-        self._revision: int | None = None  # of the storage, before the first rows were written
+        self._revision: int | None = None  # the storage's revision before the first write
         self._order = TimeOrder()
 
     def entries(self, rows: TensorDictBase) -> dict[NestedKey, Tensor]:
-        """Returns the entries under `keys`; raises if one is missing or not continuous."""
+        """Returns the entries under `keys`; raises an error if one is missing or not continuous."""
         return {key: get_continuous(rows, key, self.argument) for key in self.keys}
 
     def check(
@@ -57,12 +57,12 @@ class RowSchema:
         rows: TensorDictBase,
         look: Callable[[TensorDictBase], bool] = lambda rows: True,
     ) -> None:
-        """Raises if rows that are about to be stored do not fit those before.
+        """Raises an error if the rows to be stored do not fit earlier rows.
 
         Args:
-            transform: The transform that asks.
-            rows: The rows.
-            look: Checks the first rows. Returns whether they were enough to tell.
+            transform: The transform that calls this.
+            rows: The rows to be stored.
+            look: Function that checks the first rows and returns whether that was conclusive.
         """
         self.entries(rows)
         check_time_order(transform, self._order, rows)
@@ -100,9 +100,9 @@ class RowSchema:
         self._last = shapes, dtypes
 
     def _consult_storage(self, transform: Transform) -> None:
-        """Takes what a row looks like from the storage of the buffer that writes.
+        """Reads the layout of a row from the storage of the buffer that writes.
 
-        What was learned from rows that were refused later on, and so never stored, is forgotten.
+        A layout that came from rows that were rejected later, and so never stored, is dropped.
         """
         buffer = _compat.buffer_at_work("extend", "add", "__setitem__")
         if buffer is None or isinstance(buffer, ReplayBufferEnsemble):
@@ -122,18 +122,18 @@ class RowSchema:
         self._dims = data.ndim
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what rows look like, so that a restored buffer refuses the same."""
+        """Returns the layout of rows, so that a restored buffer rejects the same rows."""
         return {name: getattr(self, name) for name in _LAYOUT}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Restores a layout that `state_dict` returned."""
         self._forget()
         for name in _LAYOUT:
             setattr(self, name, state.get(name, getattr(self, name)))
 
 
 def _check_writer() -> None:
-    """Raises if the buffer that writes would count rows that were never written.
+    """Raises an error if the buffer that writes would count rows that were never written.
 
     A new writer starts at position 0 even if its storage already holds rows, and TorchRL then adds
     the new rows to the storage's length.

@@ -1,4 +1,4 @@
-"""Mixup within one transition."""
+"""Mixes the observations within one transition."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class StateMixup(Augmentation):
     """Moves the observation of each row `[*B]` toward its next one: `w * s + (1 - w) * s'`.
 
     One `w ~ Beta(alpha, alpha)` is drawn for each row and written to `"state_weight"`, `[*B, 1]`.
-    Everything else stays as it is. This is the state mixup of S4RL (Sinha et al., 2021) as the NMER
-    paper compares with it; the source mixes in an offline setting, and averages the values of
-    several such copies of a state. Neither has a rule for terminal transitions, and none is needed:
-    what is mixed are two states of one transition, whose reward and flags stay its own. Where an
-    observation is not finite it is kept and `w` is 1.
+    All other entries are unchanged. This is the state mixup of S4RL (Sinha et al., 2021) as the
+    NMER paper evaluates it; the source mixes in an offline setting, and averages the values of
+    several mixed copies of a state. Neither has a rule for terminal transitions. None is needed,
+    since the two mixed states belong to one transition, whose reward and flags do not change. If an
+    observation is not finite, the row is unchanged and `w` is 1.
 
-    TorchRL applies a buffer's transforms to rows read by position as well, and a batch does not say
-    how it was read: `buffer[:]` is changed too, `buffer.storage[:]` is what is stored.
+    TorchRL also applies a buffer's transforms to rows that are read by position, so `buffer[:]` is
+    changed too. `buffer.storage[:]` returns the stored rows.
 
     Args:
-        alpha: Parameter of the Beta distribution, as of `PairMixup`.
+        alpha: Parameter of the Beta distribution, as in `PairMixup`.
 
     Keyword Args:
-        generator: Source of the weights; `None` uses torch's global one.
-        observation_keys: Entries to move; each one's next is at `("next", key)`.
+        generator: Generator of the weights; `None` uses torch's global one.
+        observation_keys: Entries to mix, each with its next observation at `("next", key)`.
 
     Examples:
         >>> import torch
@@ -63,7 +63,7 @@ class StateMixup(Augmentation):
         self.alpha = float(POSITIVE("alpha", alpha))
 
     def augment(self, rows: TensorDictBase) -> TensorDictBase:
-        """Returns rows `[*B]` with moved observations."""
+        """Returns rows `[*B]` with mixed observations."""
         shape, generator = rows.shape, self.generator
         weight = sample_beta(self.alpha, shape, generator=generator, device=device_of(rows))
         weight, entries = weight.unsqueeze(-1), self.schema.entries(rows)

@@ -1,4 +1,4 @@
-"""The fold of Continuous Transition with its learned temperature."""
+"""Mixes pairs with a learned alpha, as in Continuous Transition."""
 
 from __future__ import annotations
 
@@ -17,36 +17,35 @@ from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS, as_keys, g
 from nmer_torchrl.networks import CarefulAdam, make_mlp
 from nmer_torchrl.transforms.fold import Fold
 
-_LEAST = 1e-3  # smallest alpha: weights are 0 or 1 all but always
+_LEAST = 1e-3  # smallest alpha; weights are then almost always 0 or 1
 
 
 @final
 class TunedMixup(Fold):
-    """`PairMixup` whose alpha is tuned so that mixed transitions stay near what was seen.
+    """A `PairMixup` that tunes alpha so that mixed transitions stay near the observed ones.
 
-    After Lin et al., Continuous Transition (2020). A discriminator learns to predict next
-    observation and reward from observation and action, on both members of each pair. Where its
-    prediction for a mixed input is farther than `tolerance` (a mean squared difference) from the
-    mix of its predictions, the transitions are not linear between the two, and alpha goes down:
-    weights move toward 0 and 1. It stays within (0, 1].
+    It follows Lin et al., Continuous Transition (2020). A discriminator learns to predict next
+    observation and reward from observation and action, on both rows of each pair. If its prediction
+    for a mixed input differs from the mix of its predictions by more than `tolerance` (a mean
+    squared difference), the transitions are not linear between the two rows. Alpha then decreases,
+    which moves weights toward 0 and 1. Alpha stays within (0, 1].
 
-    Every sampled batch of pairs is one step of the discriminator and of alpha. Both are part of the
-    buffer's state. As the source does, entries are taken as they are, not Z-scored; unlike it,
-    terminal pairs are not mixed (as everywhere here), and rows with a non-finite entry teach
-    nothing.
+    Every sampled batch of pairs is one training step of the discriminator and of alpha. Both are
+    part of the buffer's state. As in the source, entries are not Z-scored. Unlike the source,
+    terminal pairs are not mixed, and rows with a non-finite entry are not used for training.
 
     Args:
-        alpha: Where the parameter of the Beta distribution starts.
+        alpha: Initial parameter of the Beta distribution.
 
     Keyword Args:
-        tolerance: Mean squared difference above which alpha goes down.
+        tolerance: Mean squared difference above which alpha decreases.
         lr: Learning rate of the discriminator and of alpha.
         hidden: Widths of the discriminator's hidden layers.
-        keys: Entries that predict.
-        value_keys: Entries that are predicted.
-        terminated_key: As in `PairMixup`.
-        generator: Source of the weights, and of the seed of the discriminator.
-        anchor_keys: Entries that stay the anchor's without a warning.
+        keys: Entries that the discriminator predicts from.
+        value_keys: Entries that it predicts.
+        terminated_key: Entry that marks a terminal row; such pairs are not mixed.
+        generator: Generator of the weights and of the discriminator's seed.
+        anchor_keys: Entries that are not mixed on purpose, so that no warning names them.
 
     Examples:
         >>> import torch
@@ -87,17 +86,17 @@ class TunedMixup(Fold):
         self._first = float(Number(above=0, most=1)("alpha", alpha))
         self.tolerance, self.lr = POSITIVE("tolerance", tolerance), POSITIVE("lr", lr)
         self.hidden = tuple(hidden)
-        self._learner: _Learner | None = None  # made by the first batch, which tells the widths
+        self._learner: _Learner | None = None  # built from the first batch, which sets the widths
         self._saved: dict[str, Any] | None = None
 
     @property
     def alpha(self) -> float:
-        """The parameter of the Beta distribution now. To read it waits for the device."""
+        """Returns the current parameter of the Beta distribution; waits for the device."""
         return self._first if self._learner is None else self._learner.alpha.item()
 
     def fold(self, rows: TensorDictBase) -> TensorDictBase:
-        """Folds `[*B, 2]` to `[*B]`, and takes one step of learning."""
-        with self._lock, torch.enable_grad():  # prefetching threads learn in turn
+        """Folds `[*B, 2]` to `[*B]`, and takes one training step."""
+        with self._lock, torch.enable_grad():  # prefetching threads take turns
             inputs = _join(rows, self._inputs, "keys").flatten(0, -3)
             outputs = _join(rows, self._outputs, "value_keys").flatten(0, -3)
             learner = self._learner_for(inputs, outputs)
@@ -111,7 +110,7 @@ class TunedMixup(Fold):
 
     def _learner_for(self, inputs: Tensor, outputs: Tensor) -> _Learner:
         if self._learner is None:
-            # What was saved replaces all of it; nothing is drawn then.
+            # A saved state replaces all parameters, so no seed is drawn then.
             seed = draw_seed(self.generator) if self._saved is None else 0
             widths = [inputs.shape[-1], *self.hidden, outputs.shape[-1]]
             layers = make_mlp(widths, seed).to(inputs.device)
@@ -122,13 +121,13 @@ class TunedMixup(Fold):
         return self._learner
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Returns the generator, alpha, the discriminator and the state of what optimizes them."""
+        """Returns the state of the generator, alpha, the discriminator and their optimizers."""
         state: dict[str, Any] = {**super().get_extra_state(), "alpha": self.alpha}
         learned = self._saved if self._learner is None else self._learner.state_dict()
         return state if learned is None else {**state, "learner": learned}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Restores a state that `get_extra_state` returned."""
         super().set_extra_state(state)
         self._first = state.get("alpha", self._first)
         self._learner, self._saved = None, state.get("learner")
@@ -143,7 +142,7 @@ class TunedMixup(Fold):
 
 
 class _Learner:
-    """The discriminator, alpha, and what optimizes them."""
+    """Holds the discriminator, alpha, and their optimizers."""
 
     def __init__(self, layers: nn.Sequential, alpha: float, tolerance: float, lr: float) -> None:
         self.layers, self.tolerance = layers, tolerance
@@ -153,17 +152,19 @@ class _Learner:
         self.alpha_optimizer = CarefulAdam([self.alpha], lr)
 
     def step(self, inputs: Tensor, outputs: Tensor, mixed: Tensor, weight: Tensor) -> None:
-        """Learns from pairs `[n, 2, d]` and what followed them `[n, 2, e]`.
+        """Takes one training step on pairs `[n, 2, d]` and their outcomes `[n, 2, e]`.
 
-        Takes their mixes `[n, d]` and weights `[n, 1]`. Pairs with a non-finite entry are replaced
-        by zeros and do not count; to leave them out would wait for the device.
+        It also uses the mixes `[n, d]` and weights `[n, 1]`. Pairs with a non-finite entry are
+        replaced by zeros and do not count; removing them would wait for the device.
         """
         finite = all_finite(inputs, 1) & all_finite(outputs, 1)
         pair = finite[:, None, None]
         inputs, outputs = inputs.where(pair, 0.0), outputs.where(pair, 0.0)
         mixed, count = mixed.where(pair[:, 0], 0.0), finite.sum().clamp_min(1) * outputs.shape[-1]
         error = (self.layers(inputs) - outputs).square().where(pair, 0.0)
-        self.layers_optimizer.step(error.sum() / count, finite.any())  # the sum over both members
+        self.layers_optimizer.step(
+            error.sum() / count, finite.any()
+        )  # sums over both rows of a pair
         with torch.no_grad():
             first, second = self.layers(inputs).unbind(1)
             between = torch.lerp(second, first, weight)
@@ -190,6 +191,6 @@ class _Learner:
 
 
 def _join(data: TensorDictBase, keys: tuple[NestedKey, ...], argument: str) -> Tensor:
-    """Entries of rows `[*B]` side by side, `[*B, d]`, float32."""
+    """Concatenates entries of rows `[*B]` to `[*B, d]` in float32."""
     parts = [get_continuous(data, key, argument).detach().float() for key in keys]
     return torch.cat([part.reshape(*data.shape, -1) for part in parts], -1)
