@@ -1,4 +1,4 @@
-"""A search on another device than the storage."""
+"""A search on a different device than the storage."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from nmer_torchrl.neighbors.base import NeighborSearch, Search, as_search
 
 
 class DeviceSearch(Search):
-    """Searches on a device of its own, whatever device the rows are stored on.
+    """Runs a search on a given device, independent of the device of the stored rows.
 
-    Rows may then stay in host memory or in memory-mapped files, where there is more room, while the
+    Rows can stay in host memory or in memory-mapped files, where there is more room, while the
     points (`[n, d]`, observation and action) are on the GPU. Points are copied to the device when
     they are written. A query waits for one copy of its answer.
 
     Args:
         search: An empty search.
-        device: Where it is given its points.
+        device: Device on which it searches.
 
     Examples:
         >>> import torch

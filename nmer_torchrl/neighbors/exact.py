@@ -1,9 +1,9 @@
-"""What makes a fast float32 search exact: a float64 ranking, and a bound that tells when it holds.
+"""Functions that make a fast float32 search exact by a float64 ranking and a bound.
 
-A fast pass proposes a few more candidates than are wanted, and a `frontier`: no point that it left
-out is nearer than that. Candidates are ranked by distances in float64 taken from differences, which
-do not cancel. Where the last one wanted is not beyond the frontier the answer is proven; any other
-row is searched again over all points.
+A fast pass proposes a few more candidates than needed, and a `frontier`: no point that it left out
+is nearer than that. Candidates are ranked by float64 distances computed from differences, which do
+not cancel. If the last neighbor is not beyond the frontier, the answer is proven. All other rows
+are searched again over all points.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from nmer_torchrl.neighbors.base import PointTable
 
-BLOCK = 2**24  # numbers in one block of distances: bounds the memory of a search
+BLOCK = 2**24  # numbers in one block of distances, which bounds the memory of a search
 # Unit roundoff of float32 products under the setting of torch.set_float32_matmul_precision.
 _ROUNDOFF = {"highest": 2.0**-24, "high": 2.0**-10, "medium": 2.0**-7}
 
 
 def relative_error(d: int) -> float:
-    """A bound `c`: `|a|**2 + |b|**2 - 2ab` in float32 is off by at most `c * (|a|**2 + |b|**2)`.
+    """Returns `c` such that `|a|**2 + |b|**2 - 2ab` is off by at most `c * (|a|**2 + |b|**2)`.
 
-    Dot products of `d` terms err by `d` roundoffs of `|a||b|`, norms likewise, and the scaled
-    coordinates themselves by a few.
+    This holds in float32. Dot products of `d` terms have an error of `d` roundoffs of `|a||b|`,
+    norms likewise, and the scaled coordinates themselves a few.
     """
     return (2 * d + 16) * _ROUNDOFF[torch.get_float32_matmul_precision()]
 
@@ -32,9 +32,9 @@ def relative_error(d: int) -> float:
 def squared_distances(
     table: PointTable, index: Tensor, others: Tensor, scale: Tensor, *, complete: bool = False
 ) -> Tensor:
-    """Float64 `[q, m]` between positions `[q]` and `[q, m]`; infinite where one is absent.
+    """Returns float64 distances `[q, m]` of positions `[q]` and `[q, m]`; infinite if one is empty.
 
-    With `complete`, all of them are there.
+    `complete` means that none is empty.
     """
     points, valid = table.rows()
     own = points.index_select(0, index).unsqueeze(1)
@@ -48,9 +48,9 @@ def squared_distances(
 
 
 def squared_norms(differences: Tensor, scale: Tensor) -> Tensor:
-    """`[..., d]` to the squared norms `[...]` of `differences * scale`; of g scales, their product.
+    """Returns squared norms `[...]` of `differences * scale` for differences `[..., d]`.
 
-    The scale is `[d]`, or `[g, d]`.
+    The scale is `[d]`, or `[g, d]` for the product of g norms.
     """
     if scale.ndim == 1:
         return (differences * scale).square_().sum(-1)
@@ -58,7 +58,7 @@ def squared_norms(differences: Tensor, scale: Tensor) -> Tensor:
 
 
 def nearest(distances: Tensor, others: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best of `[q, m]` as `[q, k]` distances and positions, padded with infinity and -1."""
+    """Returns the k least of `[q, m]` distances, and positions, padded with infinity and -1."""
     missing = k - distances.shape[1]
     if missing > 0:
         distances = torch.nn.functional.pad(distances, (0, missing), value=torch.inf)
@@ -77,10 +77,10 @@ def refine(
     *,
     complete: bool = False,
 ) -> Tensor:
-    """Candidates `[q, m]` with their frontier `[q]`, squared, to exact neighbors `[q, k]`.
+    """Returns exact neighbors `[q, k]` from candidates `[q, m]` and a squared frontier `[q]`.
 
-    With `complete`, all candidates are there, at least k of them. A device is waited for once, to
-    learn whether all rows are proven.
+    `complete` means that no candidate is empty and that there are at least k. It waits for a device
+    once, to check whether all rows are proven.
     """
     distances = squared_distances(table, index, candidates, scale, complete=complete)
     if complete:
@@ -89,9 +89,9 @@ def refine(
     else:
         best, neighbors = nearest(distances, candidates, k)
     last = best[:, -1]
-    proven = last <= frontier.clamp_min(0)  # none is nearer than one at distance 0
+    proven = last <= frontier.clamp_min(0)  # no point is nearer than distance 0
     if not complete:
-        # With too few candidates, an answer is right only if there are no more.
+        # With fewer than k candidates, an answer is proven only if there are no more points.
         proven &= last.isfinite() | (table.valid.sum() <= k)
         proven |= ~table.valid[index]
     if not proven.all():
@@ -101,7 +101,7 @@ def refine(
 
 
 def scan(table: PointTable, index: Tensor, k: int, scale: Tensor) -> Tensor:
-    """Exact neighbors `[q, k]` by float64 differences to every point: slow, always right."""
+    """Finds exact neighbors `[q, k]` from float64 differences to every point; slow."""
     points, valid = table.rows()
     scaled = [points.double() * part for part in scale.reshape(-1, points.shape[1])]
     chunks = index.split(max(1, BLOCK // max(len(points), 1)))

@@ -1,4 +1,4 @@
-"""Brute force by a FAISS flat index."""
+"""Brute-force search by a FAISS flat index."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from nmer_torchrl.neighbors.base import TableSearch
 from nmer_torchrl.neighbors.exact import refine, relative_error
 
-_SPARE = 8  # candidates beyond k, so that rounding rarely asks for a second search
+_SPARE = 8  # extra candidates, so that rounding rarely requires a second search
 
 
 class FaissSearch(TableSearch):
-    """Exact nearest neighbors by FAISS's flat index, on the CPU.
+    """Finds exact nearest neighbors by FAISS's flat index, on the CPU.
 
-    A flat index holds scaled points, so it is filled anew when points or scale have changed since
-    the last query: cheap beside the query itself, which compares with every point.
+    A flat index holds scaled points, so it is filled again when points or scale have changed since
+    the last query. This is cheap compared to the query, which compares with every point.
 
     Examples:
         >>> import torch
@@ -48,7 +48,7 @@ class FaissSearch(TableSearch):
         distances, rows = torch.from_numpy(found), torch.from_numpy(rows).to(index.device)
         candidates = torch.where(rows >= 0, self._positions[rows.clamp_min(0)], -1)
         candidates.masked_fill_(candidates == index.unsqueeze(1), -1)
-        if candidates.shape[1] < wanted:  # nothing was left out
+        if candidates.shape[1] < wanted:  # no point was left out
             frontier = torch.full((len(index),), torch.inf)
         else:
             norms = queries.double().square().sum(-1) + self._largest_norm
@@ -62,7 +62,7 @@ class FaissSearch(TableSearch):
         points, valid = self.table.rows()
         self._positions = valid.nonzero().squeeze(1)
         if not len(self._positions):
-            self._positions = self._positions.new_zeros(1)  # FAISS wants at least one row
+            self._positions = self._positions.new_zeros(1)  # FAISS needs at least one row
         points = points[self._positions]
         self._center = points.double().mean(0)
         scaled = self._standardize(points, scale)

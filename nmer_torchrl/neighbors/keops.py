@@ -1,4 +1,4 @@
-"""Brute force by KeOps: distances are reduced as they are computed, and never stored."""
+"""Brute-force search by KeOps, which reduces distances without storing them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from nmer_torchrl.neighbors.base import TableSearch
 from nmer_torchrl.neighbors.exact import scan
 
 _LARGEST = 2**24  # KeOps returns positions as floating-point numbers
-_FAR = 1e30  # beyond any squared distance under a scale that follows the points
+_FAR = 1e30  # larger than any squared distance under a scale that follows the points
 
 
 class KeOpsSearch(TableSearch):
-    """Nearest neighbors by one KeOps reduction over all points, on CUDA or the CPU.
+    """Finds nearest neighbors by one KeOps reduction over all points, on CUDA or the CPU.
 
-    Distances are taken by differences in the points' dtype, so that answers are exact up to its
-    rounding: with float32, neighbors whose distances differ by less than a millionth may change
-    places. KeOps waits for the device at the end of each reduction; nothing else here does.
+    Distances are computed from differences in the points' dtype, so answers are exact up to its
+    rounding: with float32, neighbors whose distances differ by less than a millionth may be
+    swapped. KeOps waits for the device at the end of each reduction; nothing else here does.
 
-    The scale enters the formula as a parameter, so that stored points are never rewritten. KeOps
-    compiles the formula once for each number of dimensions and of neighbors (some seconds, with a
-    C++ compiler on the CPU) and keeps the result in its cache for later runs. A scale may also be
-    `[g, d]`: nearest is then by the product of g norms.
+    The scale is a parameter of the formula, so stored points are never rewritten. KeOps compiles
+    the formula once for each number of dimensions and of neighbors (some seconds, with a C++
+    compiler on the CPU) and caches the result for later runs. The scale may also be `[g, d]`; the
+    distance is then a product of g norms.
 
     Examples:
         >>> import torch
@@ -50,11 +50,11 @@ class KeOpsSearch(TableSearch):
         super().__init__()
 
     def _changed(self) -> None:
-        self._scale: tuple[Tensor, Tensor] | None = None  # of the last query, and in its dtype
-        self._far: Tensor | None = None  # [n, 1], what is added to distances of empty positions
+        self._scale: tuple[Tensor, Tensor] | None = None  # the last scale, as given and converted
+        self._far: Tensor | None = None  # [n, 1], added to the distances of empty positions
 
     def query(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
-        """See `NeighborSearch.query`. One reduction answers all queries."""
+        """See `NeighborSearch.query`; one reduction answers all queries."""
         if not len(index):
             return index.new_empty((0, k))
         points, valid = self.table.rows()
@@ -65,7 +65,7 @@ class KeOpsSearch(TableSearch):
             )
         if len(points) <= k + 1:
             return scan(self.table, index, k, scale.to(points.device, torch.float64))
-        # One more than wanted, since the position itself is among them unless duplicates are.
+        # One more than needed, since the answer includes the position itself or a duplicate of it.
         found = self._nearest(index, k + 1, scale)
         passed = (found == index.unsqueeze(1)).cumsum(1)[:, :k].bool()
         found = torch.where(passed, found[:, 1:], found[:, :-1])
@@ -75,7 +75,7 @@ class KeOpsSearch(TableSearch):
         return found
 
     def _nearest(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
-        """Positions `[q, k]` by distance, those of empty positions last."""
+        """Returns positions `[q, k]` by distance, with empty positions last."""
         points, valid = self.table.rows()
         if self._scale is None or self._scale[0] is not scale:
             self._scale = scale, scale.to(points.device, points.dtype)
@@ -88,7 +88,7 @@ class KeOpsSearch(TableSearch):
 
 
 def _genred(d: int, norms: int, k: int) -> Any:
-    """The k nearest by a product of norms of `(x - y) * scale`; what is absent is far."""
+    """Builds the reduction to the k least products of norms of `(x - y) * scale`, plus `far`."""
     scales = [f"s{number}" for number in range(norms)]
     formula = " * ".join(f"SqNorm2((x - y) * {scale})" for scale in scales) + " + far"
     aliases = [f"x = Vi({d})", f"y = Vj({d})", "far = Vj(1)", *(f"{s} = Pm({d})" for s in scales)]
@@ -98,7 +98,7 @@ def _genred(d: int, norms: int, k: int) -> Any:
 
 @cache
 def _reduction(d: int, norms: int, k: int) -> Callable[..., Tensor]:
-    """Calls that, alone among processes the first time."""
+    """Returns the reduction, whose first call holds a lock that processes share."""
     reduce = _genred(d, norms, k)
     known = set()  # dtypes and devices for which it is compiled
 
@@ -113,7 +113,7 @@ def _reduction(d: int, norms: int, k: int) -> Callable[..., Tensor]:
 
 
 def _import_pykeops() -> ModuleType:
-    """`pykeops.torch`, without its messages on import and compilation unless they are asked for."""
+    """Returns `pykeops.torch`, without its messages unless an environment variable enables them."""
     asked = "PYKEOPS_VERBOSE" in os.environ or "KEOPS_VERBOSE" in os.environ
     silence = {} if asked else {"PYKEOPS_VERBOSE": "0", "KEOPS_VERBOSE": "0"}
     os.environ.update(silence)
@@ -133,19 +133,19 @@ def _import_pykeops() -> ModuleType:
 
 @cache
 def _lock_at_exit() -> None:
-    """Keeps the lock while KeOps writes its index of formulas, which it does as Python ends.
+    """Holds the lock while KeOps writes its index of formulas, which it does as Python exits.
 
-    What is registered last runs first; the end of the process gives the lock back.
+    Functions that are registered last run first. The end of the process releases the lock.
     """
     atexit.register(_locked_cache().__enter__)
 
 
 @contextmanager
 def _locked_cache() -> Iterator[None]:
-    """Keeps other processes that use this package from KeOps's cache of compiled formulas.
+    """Locks KeOps's cache of compiled formulas for other processes that use this package.
 
-    KeOps takes a file that is there for one that is whole, so that two processes which compile the
-    same formula at once, or one that starts while another ends, may read half a file.
+    KeOps assumes that an existing file is complete. Two processes that compile the same formula at
+    once, or one that starts while another exits, could otherwise read an incomplete file.
     """
     folder = Path(os.environ.get("KEOPS_CACHE_FOLDER") or Path.home() / ".cache")
     try:
@@ -153,7 +153,7 @@ def _locked_cache() -> Iterator[None]:
 
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "nmer_torchrl.lock").open("w")
-    except (ImportError, OSError):  # no such locks here, or a folder that is never written to
+    except (ImportError, OSError):  # no file locks on this system, or a read-only folder
         yield
         return
     with file:

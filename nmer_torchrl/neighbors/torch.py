@@ -1,4 +1,4 @@
-"""Brute force by matrix products, on any device and in bounded memory."""
+"""Brute-force search by matrix products, on any device and in bounded memory."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from nmer_torchrl.neighbors.base import TableSearch
 from nmer_torchrl.neighbors.exact import BLOCK, refine, relative_error, scan
 
 _QUERIES = 256
-_SPARE = 8  # candidates beyond k, so that rounding rarely asks for a second search
+_SPARE = 8  # extra candidates, so that rounding rarely requires a second search
 
 
 class TorchSearch(TableSearch):
-    """Exact nearest neighbors by blocks of matrix products, with nothing but torch.
+    """Finds exact nearest neighbors by blocks of matrix products, with torch alone.
 
-    A scale may also be `[g, d]`: nearest is then by the product of g norms.
+    The scale may also be `[g, d]`; the distance is then a product of g norms.
 
     Each query costs a product of `[q, d]` with all stored points. Memory beyond the points stays
-    near 64 MB whatever the numbers of queries and of points.
+    near 64 MB for any number of queries and points.
 
     Examples:
         >>> import torch
@@ -34,14 +34,14 @@ class TorchSearch(TableSearch):
     products = True
 
     def _changed(self) -> None:
-        self._last: tuple[Tensor, Tensor] | None = None  # the last scale, and in another form
+        self._last: tuple[Tensor, Tensor] | None = None  # the last scale, as given and converted
 
     def query(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
         """See `NeighborSearch.query`."""
         if not len(index):
             return index.new_empty((0, k))
         scale = scale.to(self.table.points.device, torch.float64)
-        if self.table.size <= k + _SPARE:  # all of them are candidates
+        if self.table.size <= k + _SPARE:  # all points are candidates
             return scan(self.table, index, k, scale)
         rows = [self._query(chunk, k, scale) for chunk in index.split(_QUERIES)]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
@@ -49,7 +49,7 @@ class TorchSearch(TableSearch):
     def _query(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
         points, valid = self.table.rows()
         own = points.index_select(0, index)
-        # The origin is free to choose: amid the queries, norms and with them rounding stay small.
+        # An origin among the queries keeps norms small, and with them rounding errors.
         center = own.mean(0)
         parts = [_Bounds(own, part, center) for part in self._factors(scale)]
         bounds = candidates = None
@@ -74,9 +74,9 @@ class TorchSearch(TableSearch):
         assert candidates is not None
         last = bounds[:, -1:]
         frontier = (last if len(parts) > 1 else parts[0].complete(last)).squeeze(1)
-        # Unless the last one is finite, what was left out is not known to be farther,
+        # If the last bound is not finite, it proves nothing about the points that were left out.
         frontier = frontier.nan_to_num(-1.0, -1.0)
-        if self.table.holes:  # or not known to be there at all
+        if self.table.holes:  # it may be infinite because no points were left out
             few = valid.sum() <= k + _SPARE
             frontier = torch.where((last.squeeze(1) == torch.inf) & few, torch.inf, frontier)
             candidates = candidates.masked_fill(bounds == torch.inf, -1)
@@ -84,7 +84,7 @@ class TorchSearch(TableSearch):
         return refine(self.table, index, candidates, frontier, k, scale, complete=complete)
 
     def _factors(self, scale: Tensor) -> Tensor:
-        """The scale as `[g, d]` in the points' dtype."""
+        """Returns the scale as `[g, d]` in the points' dtype."""
         points = self.table.points
         if self._last is None or self._last[0] is not scale:
             self._last = scale, scale.to(points.dtype).reshape(-1, points.shape[1])
@@ -92,7 +92,7 @@ class TorchSearch(TableSearch):
 
 
 def _exclude(bounds: Tensor, index: Tensor, start: int, *, whole: bool) -> None:
-    """Puts the queries `[q, 1]` themselves out of reach in bounds `[q, n]` from `start` on."""
+    """Sets the bounds `[q, n]` of the queries `[q, 1]` to themselves to infinity, in place."""
     if whole:
         bounds.scatter_(1, index, torch.inf)
         return
@@ -102,11 +102,11 @@ def _exclude(bounds: Tensor, index: Tensor, start: int, *, whole: bool) -> None:
 
 
 class _Bounds:
-    """Lower bounds of squared distances, so that what is left out is beyond the last candidate."""
+    """Computes lower bounds of squared distances, so that no neighbor is left out."""
 
     def __init__(self, queries: Tensor, scale: Tensor, center: Tensor) -> None:
         self.scale, self.center = scale, center
-        # Scaled coordinates are off by three roundings, for which four more terms stand in.
+        # Four more terms account for the three rounding errors of scaled coordinates.
         self.keep = 1.0 - relative_error(queries.shape[1] + 4)
         self.queries, norms = self._standardize(queries)
         self.norms = norms.unsqueeze(1)
@@ -116,13 +116,13 @@ class _Bounds:
         return points, points.square().sum(-1)
 
     def to(self, points: Tensor) -> Tensor:
-        """Bounds `[q, n]` of the distances to points `[n, d]`, less the queries' norms.
+        """Returns bounds `[q, n]` of the distances to points `[n, d]`, minus the queries' norms.
 
-        The norms, one to a row, change nothing about which are least in it.
+        The norms are constant in each row, so they do not change which bounds are least in it.
         """
         points, norms = self._standardize(points)
         return torch.addmm(norms, self.queries, points.T, beta=self.keep, alpha=-2.0)
 
     def complete(self, bounds: Tensor) -> Tensor:
-        """Bounds `[q, n]` with the queries' norms."""
+        """Adds the queries' norms to bounds `[q, n]`."""
         return bounds.add(self.norms, alpha=self.keep)

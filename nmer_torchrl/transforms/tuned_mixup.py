@@ -162,9 +162,7 @@ class _Learner:
         inputs, outputs = inputs.where(pair, 0.0), outputs.where(pair, 0.0)
         mixed, count = mixed.where(pair[:, 0], 0.0), finite.sum().clamp_min(1) * outputs.shape[-1]
         error = (self.layers(inputs) - outputs).square().where(pair, 0.0)
-        self.layers_optimizer.step(
-            error.sum() / count, finite.any()
-        )  # sums over both rows of a pair
+        self.layers_optimizer.step(error.sum() / count, finite.any())  # sums over both rows
         with torch.no_grad():
             first, second = self.layers(inputs).unbind(1)
             between = torch.lerp(second, first, weight)

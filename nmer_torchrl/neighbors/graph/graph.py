@@ -1,4 +1,4 @@
-"""What is done when: the life of a neighbor graph. The package's docstring tells the whole."""
+"""The neighbor graph, which decides when lists are updated; see the package's docstring."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from nmer_torchrl.neighbors.graph.lists import Lists
 from nmer_torchrl.neighbors.graph.scaled_points import ScaledPoints
 from nmer_torchrl.neighbors.torch import TorchSearch
 
-_BLOCK = 128  # arrivals that are worth a sweep
-_FEW = 2**22  # distances that are sooner taken twice than bounded in other ways
+_BLOCK = 128  # number of new points that justify a sweep
+_FEW = 2**22  # up to so many distances, computing them twice is the fastest way to a bound
 _SAMPLE = 1_024  # columns that bound the reach of a row without a list
-_RESCORE = 0.0015  # drift of the scale after which lists are put into order anew
-_REORDER = 0.02  # drift of the scale after which whole lists are put into order, not just heads
-_FACTOR = 5.0  # common factor of two scales, in logarithms, before float32 might overflow
+_RESCORE = 0.0015  # drift of the scale after which lists are reordered
+_REORDER = 0.02  # drift of the scale after which whole lists are reordered, not just their heads
+_FACTOR = 5.0  # log of the common factor of two scales above which float32 might overflow
 _STATE = ("_ordered_under", "_stale", "_counts")
 
 
 class NeighborGraph(Search):
-    """Nearest neighbors from lists that are kept up as points come, go and the scale drifts.
+    """Finds nearest neighbors in lists that follow every write and the drift of the scale.
 
     Args:
-        k: Number of neighbors that queries will ask for; more are answered by brute force.
+        k: Number of neighbors that queries will ask for. Larger queries use brute force.
 
     Keyword Args:
-        candidates: Length of each list; `3 * k + 2`, at least 16, unless given.
-        exact: Prove every answer or search it again, under the very scale of the query. Without it
-            answers are those under a scale that may have drifted by less than a percent.
+        candidates: Length of each list. Default: `3 * k + 2`, at least 16.
+        exact: Whether to prove every answer under the exact scale of the query, or search it again.
+            If False, answers are for a scale that may have drifted by less than a percent; their
+            recall was at least 0.995 on the measured streams (`docs/benchmarks.md`).
 
     Examples:
         >>> import torch
@@ -72,14 +73,14 @@ class NeighborGraph(Search):
         self._scaled.clear()
         self._lists.clear(self.table.points.device)
         self._waits = torch.empty(0, dtype=torch.bool)  # which positions wait to be inserted
-        self._arrivals: list[Tensor] = []  # the same, in order of arrival
-        self._complete = False  # whether every point is known to have a list to rely on
-        self._passed = 0  # queries since it was last looked whether this is so
+        self._arrivals: list[Tensor] = []  # the same positions, in order of arrival
+        self._complete = False  # whether every point is known to have a reliable list
+        self._passed = 0  # number of queries since this was last checked
         self._side: tuple[Tensor, Tensor] | None = None  # see `_arrivals_side`
         self._limits: Tensor | None = None  # see `_thresholds`
-        self._sample: Tensor | None = None  # positions all over the table, for first bounds
+        self._sample: Tensor | None = None  # positions across the table, for first bounds
         self._last: Tensor | None = None  # the scale of the last query
-        self._ordered_under = torch.empty(0)  # the scale that whole lists are in order under
+        self._ordered_under = torch.empty(0)  # the scale under which whole lists are in order
         self._stale = False  # whether lists may hold points that have been overwritten
         self._counts = dict.fromkeys(("inserted", "built", "rescored"), 0)
 
@@ -104,9 +105,9 @@ class NeighborGraph(Search):
         self._limits = None
 
     def _replaced(self, index: Tensor, size: int) -> None:
-        """What stands at these positions is new, `size` being taken: it waits to be inserted.
+        """Marks the points at these positions as new, so that they wait to be inserted.
 
-        Positions are on the CPU.
+        Positions are on the CPU. `size` is the size of the table before the write.
         """
         self._complete = False
         rows = as_rows(index, self._waits.device)
@@ -128,7 +129,7 @@ class NeighborGraph(Search):
             self._limits[rows] = torch.inf
 
     def _waiting(self) -> Tensor:
-        """Positions `[m]` that wait to be inserted."""
+        """Returns the positions `[m]` that wait to be inserted."""
         if not self._arrivals:
             return torch.empty(0, dtype=torch.int64, device=self._waits.device)
         if len(self._arrivals) > 1:
@@ -136,7 +137,7 @@ class NeighborGraph(Search):
         return self._arrivals[0]
 
     def _insert(self, arrivals: Tensor) -> None:
-        """Takes arrivals out of the lists that hold what they replaced, and offers them to all."""
+        """Removes the points that arrivals replaced from lists, and offers the arrivals to lists."""
         self._arrivals, self._side, self._sample = [], None, None
         self._waits[arrivals] = self._complete = False
         if self._stale:
@@ -151,17 +152,17 @@ class NeighborGraph(Search):
             self._scaled.include(block)
             if not many:
                 self._make_lists(block, self._first_bound(block), offer=True)
-        if many:  # making lists when they are asked for costs less
+        if many:  # building lists when they are queried costs less
             self._lists.listed.zero_()
 
-    # -- making lists ------------------------------------------------------------------------------
+    # -- building lists ----------------------------------------------------------------------------
 
     def _build(self, index: Tensor) -> None:
-        """Makes the lists that are asked for and missing, and others with them to fill a block."""
+        """Builds missing lists of the queried points, and further missing lists to fill a block."""
         if self._complete:
             return
         self._passed += len(index)
-        if self._passed >= self.table.size and not self._arrivals:  # likely all have been made
+        if self._passed >= self.table.size and not self._arrivals:  # probably all lists are built
             points, self._passed = self.table.size, 0
             missing = self.table.valid[:points] & ~self._lists.listed[:points]
             self._complete = not bool(missing.any())
@@ -171,7 +172,7 @@ class NeighborGraph(Search):
         if listed.all():
             return
         if len(self._waiting()) >= _BLOCK // 4 and self._waits[index].any():
-            self._insert(self._waiting())  # no more work than to make a list for one that waits
+            self._insert(self._waiting())  # costs no more than a list for one waiting point
             listed = self._lists.listed[index]
         missing = index[~listed].unique()
         missing = missing[self.table.valid[missing]]
@@ -183,7 +184,7 @@ class NeighborGraph(Search):
             more = unlisted.nonzero().squeeze(1)[: _BLOCK - len(missing)]
             missing = torch.cat([missing, more])
         for block in missing.split(2 * _BLOCK):
-            # A list that was made under another scale still bounds the one to be made.
+            # A list that was built under another scale still bounds the new one.
             bound = self._candidates(block)[1].amax(1) * (1 + 1e-5)
             unbound = bound.isinf()
             if unbound.any():
@@ -191,12 +192,12 @@ class NeighborGraph(Search):
             self._make_lists(block, bound, offer=False)
             self._counts["built"] += len(block)
             if self._counts["built"] % _SAMPLE < len(block):
-                self._sample = None  # more lists to sample from
+                self._sample = None  # there are more lists to sample from now
 
     def _make_lists(self, rows: Tensor, bound: Tensor, *, offer: bool) -> None:
-        """Makes the lists of `[m]` rows, given bounds on their reach; offers the rows to others."""
+        """Builds the lists of `[m]` rows from bounds on their reach; offers the rows to others."""
         lists, scaled = self._lists, self._scaled
-        # Where anything is within reach, a number that no distance exceeds does the same.
+        # Replaces infinite bounds with a finite number that no distance exceeds.
         far = scaled.beyond_all(rows)
         limit, reach = bound.clamp_max(far), None
         if offer:
@@ -210,14 +211,14 @@ class NeighborGraph(Search):
         self._renew(rows)
 
     def _first_bound(self, rows: Tensor) -> Tensor:
-        """An upper bound `[m]` on the squared distance of the C-th neighbor of each row.
+        """Returns an upper bound `[m]` on the squared distance of each row's C-th neighbor.
 
-        From the products of a sweep where they are few. Else from some columns all over the table,
-        and then from the lists of the nearest ones found.
+        If the products of a sweep are few, the bound comes from them. Otherwise it comes from a
+        sample of columns, and then from the lists of the nearest of these.
         """
         c, scaled = self.candidates, self._scaled
         if len(rows) * self.table.size <= _FEW:
-            return scaled.bound(rows, c + 1) * (1 + 1e-3) + 1e-6  # the row itself may be there
+            return scaled.bound(rows, c + 1) * (1 + 1e-3) + 1e-6  # may include the row itself
         if self._sample is None:
             inside = scaled.norms.isfinite()
             columns = (inside & self._lists.listed).nonzero().squeeze(1)
@@ -229,10 +230,10 @@ class NeighborGraph(Search):
             return torch.full((len(rows),), torch.inf, device=rows.device)
         distances = torch.cdist(scaled.centered(rows), scaled.centered(columns)).square_()
         best, column = distances.topk(c + 1, largest=False)
-        near = columns[column]  # one more than C, since the row itself may be there
+        near = columns[column]  # one more than C, since the row itself may be among them
         around = self._lists.positions[near[:, :6]].flatten(1).long()
         around = torch.cat([near, around], 1).sort(1).values
-        around.masked_fill_(scaled.norms[around].isinf(), -1)  # not in the graph (any more)
+        around.masked_fill_(scaled.norms[around].isinf(), -1)  # not, or no longer, in the graph
         around[:, 1:].masked_fill_(around[:, 1:] == around[:, :-1], -1)
         closer = nearest(scaled.direct(rows, around), around, c + 1)[0][:, -1]
         return torch.minimum(best[:, -1], closer) * (1 + 1e-3) + 1e-6
@@ -240,7 +241,7 @@ class NeighborGraph(Search):
     # -- drift -------------------------------------------------------------------------------------
 
     def _follow(self, scale: Tensor) -> None:
-        """Takes up the scale of a query, if it has drifted from the working scale."""
+        """Adopts the scale of a query if it has drifted from the working scale."""
         if scale is self._last:
             return
         self._last = scale
@@ -254,36 +255,36 @@ class NeighborGraph(Search):
             self._rescore(current)
 
     def _rescore(self, scale: Tensor) -> None:
-        """Puts all lists into order under another scale."""
+        """Reorders all lists under another scale."""
         self._complete = False
         worst = float((scale / self._scaled.scale).min()) ** 2 * self._scaled.safety()
         self._scaled.work_under(scale)
         self._side = self._limits = None
         head = self.candidates
         if self._scaled.drift(scale, self._ordered_under) < _REORDER:
-            head = min(self.k + 6, head)  # none from farther down has come among the first k
+            head = min(self.k + 6, head)  # entries farther down do not reach the first k
         else:
             self._ordered_under = scale
         self._lists.rescore(self.table.size, head, self._scaled, worst=worst)
         self._counts["rescored"] += 1
 
-    # -- asking ------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------
 
     def query(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
         """See `NeighborSearch.query`."""
         self._follow(scale)
         if self._arrivals and len(self._waiting()) >= _BLOCK:
             self._insert(self._waiting())
-        if not len(index):  # all that there was to do has been done
+        if not len(index):  # pending work is done
             return index.new_empty((0, k))
         if k > (self.candidates if self.exact else self.k):
             return self._brute_force(index, k, scale)
         return self._prove(index, k, scale) if self.exact else self._answer(index, k)
 
     def _answer(self, index: Tensor, k: int) -> Tensor:
-        """Answers `[q, k]` under the working scale."""
+        """Returns neighbors `[q, k]` under the working scale."""
         self._build(index)
-        found = self._lists.positions[:, :k].index_select(0, index).long()  # faster than brackets
+        found = self._lists.positions[:, :k].index_select(0, index).long()  # faster than indexing
         if self._arrivals:
             found = self._with_arrivals(index, found)
         if self.table.holes:
@@ -291,7 +292,7 @@ class NeighborGraph(Search):
         return found
 
     def _candidates(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Lists `[q, C]` without points that have been overwritten, and their distances."""
+        """Returns lists `[q, C]` without overwritten points, and their distances."""
         positions = self._lists.positions.index_select(0, index).long()
         distances = self._lists.distances.index_select(0, index)
         if self._stale:
@@ -301,14 +302,14 @@ class NeighborGraph(Search):
         return positions, distances
 
     def _with_arrivals(self, index: Tensor, found: Tensor) -> Tensor:
-        """Answers `[q, k]` put right where one that waits is nearer, or has been overwritten."""
+        """Corrects answers `[q, k]` for nearer waiting points, and for overwritten points."""
         asked, k = index, found.shape[1]
         norms, left = self._arrivals_side()
         distances = torch.addmm(norms, left, self._scaled.right(index).T)
         doubtful = distances.amin(0) < self._thresholds().index_select(0, index)
         if self._stale:
             doubtful |= self._waits.take(found).any(1)
-        # On a device all rows are compared, since to know which are in doubt is to wait for it.
+        # On a device all rows are compared, since selecting the doubtful ones would wait for it.
         rows = None if index.device.type != "cpu" else doubtful.nonzero().squeeze(1)
         if rows is not None:
             if not len(rows):
@@ -326,7 +327,7 @@ class NeighborGraph(Search):
         if self._stale:
             beyond = best[:, -1] > self._lists.reach.index_select(0, index)
             if (beyond & doubtful & self.table.valid[index]).any():
-                # Overwriting has left too few within reach: no more waiting.
+                # Overwriting has left too few entries within reach, so insert now.
                 self._insert(self._waiting())
                 return self._answer(asked, k)
         if rows is None:
@@ -334,7 +335,7 @@ class NeighborGraph(Search):
         return found.index_copy_(0, rows, merged)
 
     def _arrivals_side(self) -> tuple[Tensor, Tensor]:
-        """The arrivals' side, as of `ScaledPoints.left`, of lower bounds on distances."""
+        """Returns `ScaledPoints.left` of the waiting points, for lower bounds on distances."""
         if self._side is None:
             arrivals = self._waiting()
             norms, left = self._scaled.left(arrivals)
@@ -344,22 +345,22 @@ class NeighborGraph(Search):
         return self._side
 
     def _thresholds(self) -> Tensor:
-        """What `[n]` the arrivals' side must fall below to come among a row's first k."""
+        """Returns the thresholds `[n]` below which a waiting point may be among a row's first k."""
         if self._limits is None:
             self._limits = torch.empty_like(self._scaled.norms)
             self._renew(slice(None))
         return self._limits
 
     def _renew(self, rows: Tensor | slice) -> None:
-        """Brings the thresholds of rows whose lists have changed up to date."""
+        """Updates the thresholds of rows whose lists have changed."""
         if self._limits is not None:
             norms, last = self._scaled.norms[rows], self._lists.distances[rows, self.k - 1]
             limits = last - norms * self._scaled.kept_of_norms()
-            # Those that wait themselves have been compared with no other that does.
+            # Waiting rows have not been compared with other waiting points yet.
             self._limits[rows] = limits.masked_fill_(self._waits[rows], torch.inf)
 
     def _prove(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
-        """Answers under the very scale of the query, each proven or searched again."""
+        """Returns neighbors under the exact scale of the query, each proven or searched again."""
         self._build(index)
         listed = self._candidates(index)[0]
         arrivals = self._waiting().expand(len(index), -1)
@@ -377,7 +378,7 @@ class NeighborGraph(Search):
         return search.query(index, k, scale)
 
     def stats(self) -> dict[str, float]:
-        """Numbers of points, lists and work done, and the share of lists that are proven exact.
+        """Returns counts of points, lists and work done, and the share of certified lists.
 
         `certified` is the share of lists whose first k entries the certificate proves to be the
         nearest under the working scale.
@@ -397,7 +398,7 @@ class NeighborGraph(Search):
     # -- saving ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The lists and all that goes with them but the points, which belong to the storage."""
+        """Returns the lists and their state, without the points, which are in the storage."""
         return {
             "points": self._fingerprints(),
             "arrivals": self._waiting(),
@@ -408,10 +409,10 @@ class NeighborGraph(Search):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up saved lists, if most points written since `clear` are those they were made of.
+        """Restores saved lists if most points are the ones that the lists were built from.
 
-        The others count as written after the state was saved. For a table of other points the state
-        is of no use; then lists are made when they are asked for.
+        The other points count as written after the state was saved. For a table of other points the
+        state is ignored, and lists are built when they are queried.
         """
         if not self._fits(state):
             return
@@ -433,7 +434,7 @@ class NeighborGraph(Search):
         self._replaced(changed.nonzero().squeeze(1).cpu(), len(now))
 
     def _fits(self, state: dict[str, Any]) -> bool:
-        """Whether a saved state is of this version, width and length of lists."""
+        """Returns whether a saved state has this version's entries, point width and list length."""
         own = self.state_dict()
         return (
             own.keys() <= state.keys()
@@ -443,11 +444,11 @@ class NeighborGraph(Search):
         )
 
     def _fingerprints(self) -> Tensor:
-        """Integers `[size]` that tell points from one another, whatever the device."""
+        """Returns integers `[size]` that identify points, independent of the device."""
         points, valid = self.table.rows()
         return fingerprint(points).masked_fill_(~valid, -1)
 
 
 def _differences(points: Tensor, others: Tensor) -> Tensor:
-    """Squared distances `[q, m]` between `[q, d]` and `[m, d]`, by differences."""
+    """Returns squared distances `[q, m]` between `[q, d]` and `[m, d]`, from differences."""
     return torch.cdist(points, others, compute_mode="donot_use_mm_for_euclid_dist").square_()

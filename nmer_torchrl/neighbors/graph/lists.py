@@ -11,17 +11,17 @@ from torch import Tensor
 from nmer_torchrl.neighbors.exact import nearest
 from nmer_torchrl.neighbors.graph.scaled_points import ScaledPoints
 
-# What is kept for each point, and its value where there is nothing.
+# Attributes stored for each point, and their values for an empty list.
 _EMPTY = {"positions": -1, "distances": math.inf, "slack": 1.0, "reach": 0.0, "listed": False}
 
 
 class Lists:
-    """For each point the positions `[n, C]` of others near it, nearest first, padded with -1.
+    """Holds, for each point, the positions `[n, C]` of near points, nearest first, padded with -1.
 
-    `distances` `[n, C]` are theirs, squared; after a small drift of the scale those at the end of a
-    list are estimates. `slack` `[n]`: no true distance is below this share of the one written down.
-    `reach` `[n]`: no point outside of the list is nearer than that, squared. `listed` `[n]`:
-    whether the list can be relied on, since its first k entries are within reach.
+    `distances` `[n, C]` are their squared distances; after a small drift of the scale those at the
+    end of a list are estimates. `slack` `[n]`: no true distance is below this share of the stored
+    one. `reach` `[n]`: no point outside the list is nearer than this squared distance. `listed`
+    `[n]`: whether the list is reliable, because its first k entries are within reach.
     """
 
     def __init__(self, k: int, candidates: int) -> None:
@@ -43,7 +43,7 @@ class Lists:
         self.forget(slice(None))
 
     def resize(self, size: int, device: torch.device) -> None:
-        """Makes room for the lists of more points, on that device."""
+        """Allocates lists for more points, on the given device."""
         before = {name: getattr(self, name) for name in _EMPTY}
         self._allocate(size, device)
         for name, tensor in before.items():
@@ -61,7 +61,7 @@ class Lists:
         pairs: tuple[Tensor, Tensor, Tensor],
         scaled: ScaledPoints,
     ) -> None:
-        """Makes the lists of `[m]` rows from `[h]` pairs that hold all points within the bound."""
+        """Builds the lists of `[m]` rows from `[h]` pairs that include all points in the bound."""
         (row, column, least), width = pairs, self.candidates + 1
         bound = bound.clone()
         distances = torch.full((len(rows), width), torch.inf, device=rows.device)
@@ -70,9 +70,9 @@ class Lists:
             target, columns, coarse = _by_row(row, column, least)
             some_coarse, some = nearest(coarse, columns, width + 3)
             best, chosen = nearest(scaled.direct(rows[target], some), some, width)
-            left_out = some_coarse[:, -1]  # what was left out is no nearer than this
+            left_out = some_coarse[:, -1]  # points that were left out are not nearer than this
             again = (left_out < best[:, self.k - 1]).nonzero().squeeze(1)
-            if len(again):  # rounding is coarser than the distances are: rank them all
+            if len(again):  # rounding is too coarse for these distances, so rank all points
                 exact = scaled.direct(rows[target[again]], columns[again])
                 best[again], chosen[again] = nearest(exact, columns[again], width)
                 left_out[again] = torch.inf
@@ -85,7 +85,7 @@ class Lists:
         self.listed[rows] = True
 
     def offer(self, new: Tensor, rows: Tensor, scaled: ScaledPoints) -> Tensor:
-        """Puts new points `[h]` into the lists of `[h]` rows wherever they are within reach.
+        """Inserts new points `[h]` into the lists of `[h]` rows where they are within reach.
 
         Returns the rows whose lists have changed.
         """
@@ -101,13 +101,14 @@ class Lists:
         positions = torch.cat([self.positions[target], offered.int()], 1)
         best, positions = nearest(distances, positions, self.candidates + 1)
         self.distances[target], self.positions[target] = best[:, :-1], positions[:, :-1]
-        # The nearest of those that find no room may be an estimate: the reach needs a lower bound.
+        # The distance of the nearest point that does not fit may be an estimate, but the reach
+        # needs a lower bound.
         least = best[:, -1] * self.slack[target]
         self.reach[target] = torch.minimum(self.reach[target], least)
         return target
 
     def remove(self, gone: Tensor, size: int) -> Tensor:
-        """Takes points out of the first `size` lists; returns the rows whose lists have changed."""
+        """Removes points from the first `size` lists; returns the rows whose lists have changed."""
         marked = torch.zeros(size, dtype=torch.bool, device=gone.device)
         marked[gone] = True
         touched = [gone[:0]]
@@ -127,12 +128,12 @@ class Lists:
         return torch.cat(touched)
 
     def rescore(self, size: int, head: int, scaled: ScaledPoints, *, worst: float) -> None:
-        """Puts the first `head` entries of the first `size` lists into the order of now.
+        """Reorders the first `head` entries of the first `size` lists under the current scale.
 
         The rest of each list is estimated to have changed by the mean factor. No distance has
-        fallen below `worst` of what it was, so a reach keeps that share, and an estimate is at most
-        `factor / worst` times the true distance. Such errors multiply until the whole list is
-        measured again; the slack is the reciprocal of their product.
+        fallen below `worst` times its old value, so the reach is multiplied by `worst`, and an
+        estimate is at most `factor / worst` times the true distance. Such errors multiply until the
+        whole list is measured again; the slack is the reciprocal of their product.
         """
         before = after = 0.0
         for rows in torch.arange(size, device=self.positions.device).split(8_192):
@@ -145,7 +146,7 @@ class Lists:
         factor = after / before if before > 0 else 1.0
         self.distances[:, head:].mul_(factor)
         if head < self.candidates:
-            # At most 1: a list may also hold distances that are measured, not estimated.
+            # At most 1, because a list may also hold measured distances.
             self.slack.mul_(worst / factor if factor else 1.0).clamp_max_(1.0)
         else:
             self.slack.fill_(1.0)
@@ -153,18 +154,18 @@ class Lists:
         self.listed &= self.distances[:, self.k - 1] <= self.reach
 
     def state_dict(self, size: int) -> dict[str, Tensor]:
-        """The first `size` lists."""
+        """Returns the first `size` lists."""
         return {name: getattr(self, name)[:size].clone() for name in _EMPTY}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up saved lists; there are none for further points."""
+        """Restores saved lists; further points have empty lists."""
         self.forget(slice(None))
         for name in _EMPTY:
             getattr(self, name)[: len(state[name])] = state[name]
 
 
 def _by_row(rows: Tensor, columns: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pairs `[h]` to distinct rows `[r]` with their columns and values `[r, width]`, padded."""
+    """Groups pairs `[h]` by row: distinct rows `[r]`, padded columns and values `[r, width]`."""
     order = rows.argsort()
     target, counts = rows[order].unique_consecutive(return_counts=True)
     width = int(counts.max())

@@ -1,4 +1,4 @@
-"""Distances between points under a working scale."""
+"""Computes distances between points under a working scale."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from nmer_torchrl.neighbors.base import PointTable
 from nmer_torchrl.neighbors.exact import relative_error
 
-_TILE = 2**20  # distances that a sweep holds at a time: they stay in the processor's cache
-_GATHER = 2**19  # numbers that are gathered at a time, likewise
-_FEW = 2**16  # numbers that are not worth the trouble
+_TILE = 2**20  # distances that a sweep computes at a time, so that they stay in the CPU's cache
+_GATHER = 2**19  # numbers that are gathered at a time, for the same reason
+_FEW = 2**16  # up to so many numbers, gathering in blocks does not pay off
 _STATE = ("scale", "factors", "center", "offset", "largest", "varies", "constants")
 
 
@@ -23,7 +23,7 @@ class ScaledPoints:
     """The points of a table under a working scale: products for sweeps, differences for answers.
 
     Points take part in sweeps once they are included; `norms` is infinite for all others. All
-    distances are squared, float32.
+    distances are squared, in float32.
     """
 
     def __init__(self, table: PointTable) -> None:
@@ -33,21 +33,21 @@ class ScaledPoints:
     def clear(self) -> None:
         """Forgets the scale, and which points are included."""
         self.norms = torch.empty(0, device=self.table.points.device)  # relative to the center
-        self.scale = self.factors = torch.empty(0)  # the working scale; in the points' dtype
+        self.scale = self.factors = torch.empty(0)  # working scale; `factors` in the points' dtype
         self.center = torch.empty(0)
         self.offset = 0.0  # the norm of the center
-        self.largest = 0.0  # the largest of the norms
+        self.largest = 0.0  # the largest norm
         self.varies = torch.empty(0, dtype=torch.bool)  # dimensions in which points differ
-        self.constants = False  # whether there are others
+        self.constants = False  # whether some dimensions vary and others do not
 
     def resize(self) -> None:
-        """Makes room for as many points as the table has."""
+        """Allocates norms for all points of the table."""
         before, points = self.norms, self.table.points
         self.norms = torch.full((len(points),), torch.inf, device=points.device)
         self.norms[: len(before)] = before
 
     def work_under(self, scale: Tensor) -> None:
-        """Takes up another scale, float64 on the CPU."""
+        """Sets the working scale, given in float64 on the CPU."""
         points, valid = self.table.rows()
         self.scale, self.factors = scale, scale.to(points.device, points.dtype)
         center = points.sum(0, dtype=torch.float64) / max(int(valid.sum()), 1)
@@ -61,20 +61,21 @@ class ScaledPoints:
             self.include(rows)
 
     def include(self, rows: Tensor) -> None:
-        """Has points take part in sweeps."""
+        """Includes points in sweeps."""
         norms = self.centered(rows).square().sum(-1)
         self.norms[rows] = norms
         if len(norms):
             self.largest = max(self.largest, float(norms.amax()))
 
     def drift(self, scale: Tensor, other: Tensor) -> float:
-        """How differently two scales weigh the dimensions: the spread of their log-ratios."""
+        """Returns the standard deviation of the log-ratios of two scales."""
         return self.compare(scale, other)[1]
 
     def compare(self, scale: Tensor, other: Tensor) -> tuple[float, float]:
-        """Mean and spread of the log-ratios of two scales; in NumPy, quicker for so few numbers.
+        """Returns mean and standard deviation of the log-ratios of two scales.
 
-        Dimensions in which all points agree have no part in any distance, and none in this.
+        It uses NumPy, which is faster for few numbers. Dimensions in which all points are equal are
+        ignored, since they do not change distances.
         """
         ratios = np.log(scale.numpy() / other.numpy())
         if self.constants:
@@ -85,11 +86,11 @@ class ScaledPoints:
     # -- differences -------------------------------------------------------------------------------
 
     def centered(self, index: Tensor | slice) -> Tensor:
-        """Points `[n, d]` relative to the center, under the working scale, float32."""
+        """Returns points `[n, d]` relative to the center, scaled, in float32."""
         return ((self.table.points[index] - self.center) * self.factors).float()
 
     def direct(self, index: Tensor, others: Tensor) -> Tensor:
-        """Distances `[q, m]` by differences; infinite to -1."""
+        """Returns distances `[q, m]` computed from differences; infinite for position -1."""
         points, (q, m), d = self.table.points, others.shape, self.table.points.shape[1]
         if q * m * d < _FEW:
             difference = (points[others] - points[index].unsqueeze(1)) * self.factors
@@ -107,7 +108,7 @@ class ScaledPoints:
         return squared.float().masked_fill_(others < 0, torch.inf)
 
     def safety(self) -> float:
-        """What the rounding of distances by differences leaves of a bound."""
+        """Returns the factor on a bound that allows for rounding in distances by differences."""
         return 1.0 - relative_error(len(self.scale))
 
     # -- products ----------------------------------------------------------------------------------
@@ -115,11 +116,11 @@ class ScaledPoints:
     def sweep(
         self, rows: Tensor, bound: Tensor, reach: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Pairs `[h]` of rows and columns that may be nearer than the one's bound or other's reach.
+        """Finds pairs `[h]` of rows and columns nearer than the row's bound or the column's reach.
 
-        With lower bounds `[h]` of their distances: rounding excludes no one. `bound` is `[m]` for
-        the rows, `reach` `[n]` for all points. One tile of the product is held at a time, in memory
-        that is used again: fresh memory would cost more than the product.
+        Returns rows, columns and lower bounds `[h]` of their distances, so that rounding excludes
+        no pair. `bound` is `[m]` for the rows, `reach` is `[n]` for all points. One tile of the
+        product is held at a time, in reused memory: new memory would cost more than the product.
         """
         size = self.table.size
         norms, left = self.left(rows)
@@ -146,10 +147,10 @@ class ScaledPoints:
         return row, column, least
 
     def bound(self, rows: Tensor, count: int) -> Tensor:
-        """Upper bounds `[m]` of the distance of the `count`-th nearest point to each of the rows.
+        """Returns upper bounds `[m]` on the distance of each row's `count`-th nearest point.
 
-        Points are taken in groups, each of which stands for its nearest: nearly all of the nearest
-        of all are in groups of their own, and to rank so few costs little.
+        Points are divided into groups, and only the nearest point of each group is ranked, which is
+        cheap. Nearly all of the nearest points are in different groups.
         """
         size, kept = self.table.size, self.kept_of_norms()
         norms, left = self.left(rows)
@@ -166,12 +167,12 @@ class ScaledPoints:
         return lower + 2.0 * (1.0 - kept) * rounding
 
     def left(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers `[m]` and vectors `[m, d]` for lower bounds of distances to `right`.
+        """Returns numbers `[m]` and vectors `[m, d]` for lower bounds of distances to `right`.
 
         With `a` and `b` relative to a center, `|a - b|**2 = |a|**2 + |b|**2 - 2ab`. Only this side
-        is shifted, so that stored points go into the product as they are, unless they are too far
-        from the origin for that. The rounding of all this is at most a share of
-        `|a|**2 + |b|**2 + |a||b| + |a||center|`; each side bears its own.
+        is shifted, so that stored points enter the product unchanged, unless they are too far from
+        the origin. The rounding error is at most a share of
+        `|a|**2 + |b|**2 + |a||b| + |a||center|`; each side accounts for its own part.
         """
         left, kept = self.centered(rows), self.kept_of_norms()
         norms = left.norm(dim=-1)
@@ -182,7 +183,7 @@ class ScaledPoints:
         return norms.addmv_(left, self.center.float(), alpha=2.0), left.mul_(-2.0)
 
     def right(self, index: Tensor | slice) -> Tensor:
-        """Vectors `[n, d]` that `left` is multiplied with."""
+        """Returns the vectors `[n, d]` that `left` is multiplied with."""
         if self._remote():
             return self.centered(index)
         points = self.table.points
@@ -190,27 +191,27 @@ class ScaledPoints:
         return some.float()
 
     def kept_of_norms(self) -> float:
-        """What rounding leaves of a squared norm in products, `|a||b|` taken half by half."""
+        """Returns the factor on squared norms that allows for rounding in products."""
         return 1.0 - 1.5 * relative_error(len(self.scale))
 
     def _remote(self) -> bool:
-        """Whether the origin is so far off, by the spread of the points, that rounding tells."""
+        """Returns whether the origin is too far from the points for accurate products."""
         return self.offset > 100.0 * (1.0 + self.largest**0.5)
 
     def beyond_all(self, rows: Tensor) -> float:
-        """A number that no distance from these rows exceeds."""
+        """Returns a number that no distance from these rows exceeds."""
         farthest = float(self.centered(rows).norm(dim=-1).amax())
         return 1.01 * (farthest + self.largest**0.5) ** 2 + 1
 
     # -- saving ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and what was derived from it."""
+        """Returns the scale and the values derived from it."""
         norms = self.norms[: self.table.size].clone()
         return {"norms": norms, **{name: getattr(self, name) for name in _STATE}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up a saved state of the first points of the table."""
+        """Restores a saved state of the first points of the table."""
         for name in _STATE:
             setattr(self, name, copy(state[name]))
         device = self.table.points.device
