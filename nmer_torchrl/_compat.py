@@ -1,6 +1,6 @@
-"""Every private name of TorchRL and tensordict that the package relies on, in one place.
+"""Wraps every private name of TorchRL and tensordict that the package uses.
 
-Each function here has a canary test that fails when a release changes what it touches.
+Each function here has a canary test that fails when a release changes the name it uses.
 """
 
 from __future__ import annotations
@@ -34,42 +34,42 @@ _BUFFERS = (ReplayBuffer, OfflineToOnlineReplayBuffer)
 
 
 def revision(storage: Storage) -> int:
-    """A number that grows with each write to the storage, from whichever process."""
+    """Returns a number that increases with each write to the storage, from any process."""
     return int(storage._mutation_revision)
 
 
 def revision_lock(storage: Storage) -> AbstractContextManager[Any]:
-    """The lock, shared by processes and reentrant, under which the revision grows."""
+    """Returns the reentrant lock, shared by processes, under which the revision increases."""
     counter: Any = storage._mutation_revision_value
     return nullcontext() if torch.is_tensor(counter) else counter.get_lock()
 
 
 def entries(storage: TensorStorage) -> TensorDictBase | None:
-    """The tensordict `[capacity]` inside the storage, or None if it holds something else."""
+    """Returns the tensordict `[capacity]` inside the storage; None if it holds something else."""
     inner = storage._storage
     return inner if is_tensor_collection(inner) else None
 
 
 def note_row(storage: TensorStorage, position: int) -> None:
-    """Tells a storage that one row was written here, as its own `set` does."""
+    """Records in a storage that one row was written here, as its own `set` does."""
     storage._set_last_cursor(position)
     storage._len = min(storage._len + 1, storage.max_size)
     storage._bump_mutation_revision()
 
 
 def relabels_goals(storage: Storage) -> bool:
-    """Whether a hindsight (HER) buffer reads from this storage."""
+    """Returns whether a hindsight (HER) buffer reads from this storage."""
     return any(isinstance(buffer, HERReplayBuffer) for buffer in storage._attached_entities)
 
 
 def generator(sampler: Sampler) -> torch.Generator | None:
-    """The generator that the replay buffer gave to its sampler."""
+    """Returns the generator that the replay buffer gave to its sampler."""
     rng: Any = sampler._rng
     return rng
 
 
 def transforms_beside(transform: Transform) -> Iterator[Any]:
-    """The transforms of the buffer that holds this one, however nested, and this one itself."""
+    """Yields all transforms of the buffer that holds this one, also nested, and this one."""
     outer = transform
     while (container := outer.__dict__["_container"]) is not None:  # a weak reference
         held = container()
@@ -80,9 +80,9 @@ def transforms_beside(transform: Transform) -> Iterator[Any]:
 
 
 def leaves(transform: Any) -> Iterator[Any]:
-    """Yields the transforms inside compositions, however nested.
+    """Yields the transforms inside compositions, at any depth.
 
-    This runs with every write, so it takes the fast way to each.
+    This runs at every write, so it uses the fastest access to each.
     """
     if isinstance(transform, Compose):
         inside: Any = transform._modules["transforms"]
@@ -93,18 +93,19 @@ def leaves(transform: Any) -> Iterator[Any]:
 
 
 def writes_last(transform: Transform) -> bool:
-    """Whether rows are stored as this transform lets them through: it is the first of its buffer.
+    """Returns whether rows are stored as this transform returns them: it is its buffer's first.
 
-    Transforms are undone from the last to the first when rows are written.
+    When rows are written, they pass through the transforms from the last to the first.
     """
     return next(transforms_beside(transform)) is transform
 
 
 def writes_in_place(buffer: ReplayBuffer) -> bool:
-    """Whether the next row that a buffer writes comes after, or in place of, those stored now.
+    """Returns whether the next row that a buffer writes comes after, or replaces, stored rows.
 
-    That is so if its writer has written as many rows as are stored, stands right after them, or the
-    storage is full. Members of an ensemble and writers that keep no count are not judged.
+    This is true if its writer has written as many rows as are stored, if its cursor is right after
+    them, or if the storage is full. It is not checked for members of an ensemble and for writers
+    without a count.
     """
     writer, storage = buffer._writer, buffer._storage
     written = getattr(writer, "_write_count", None)
@@ -115,21 +116,21 @@ def writes_in_place(buffer: ReplayBuffer) -> bool:
 
 
 def write_after(buffer: ReplayBuffer, rows: int) -> None:
-    """Lets the buffer write its next row after those that its storage already holds."""
+    """Makes the buffer write its next row after those that its storage already holds."""
     writer = buffer._writer
     writer._cursor, writer._write_count = rows % buffer._storage.max_size, rows
 
 
 def buffer_that_draws() -> ReplayBuffer | None:
-    """Returns the replay buffer that draws a batch now, if one does."""
+    """Returns the replay buffer that is drawing a batch now, or None."""
     return buffer_at_work("_sample", "sample")
 
 
 def buffer_at_work(*methods: str) -> ReplayBuffer | None:
-    """Returns the replay buffer of the innermost call of one of these methods, if there is one.
+    """Returns the replay buffer of the innermost call of one of these methods, or None.
 
-    A transform is given rows and a sampler a storage; neither is told which buffer it serves. The
-    buffer's own method is on the stack, in whichever thread it runs.
+    A transform gets rows and a sampler gets a storage, but neither gets its buffer. The buffer's
+    own method is on the call stack of the thread in which it runs.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -142,7 +143,7 @@ def buffer_at_work(*methods: str) -> ReplayBuffer | None:
 
 
 def samplers_of(buffer: ReplayBuffer) -> list[Sampler]:
-    """Returns the sampler of a buffer, or those of all buffers that an ensemble joins."""
+    """Returns the sampler of a buffer, or the samplers of all members of an ensemble."""
     if isinstance(buffer, OfflineToOnlineReplayBuffer):
         return [*samplers_of(buffer.offline_buffer), *samplers_of(buffer.online_buffer)]
     if isinstance(buffer, ReplayBufferEnsemble):
@@ -151,7 +152,7 @@ def samplers_of(buffer: ReplayBuffer) -> list[Sampler]:
 
 
 def stored_rows(buffer: ReplayBuffer) -> int:
-    """Returns how many rows a buffer holds; an ensemble, those of all members."""
+    """Returns the number of rows of a buffer, or of all members of an ensemble."""
     storage = buffer._storage
     return sum(len(each) for each in getattr(storage, "_storages", [storage]))
 
@@ -171,7 +172,7 @@ def samplers_before(buffer: ReplayBuffer, transform: Transform) -> list[Sampler]
 
 
 def transforms_after(buffer: ReplayBuffer, part: Sampler | SampleUnit) -> list[Transform]:
-    """Returns what is done to the rows that this sampler or unit of a buffer draws, in order."""
+    """Returns the transforms that the rows drawn by this sampler or unit pass through, in order."""
     if not isinstance(buffer, ReplayBufferEnsemble):
         return [buffer._transform]
     members = buffer._storage._transforms or []
@@ -180,9 +181,9 @@ def transforms_after(buffer: ReplayBuffer, part: Sampler | SampleUnit) -> list[T
 
 
 def parts_around(buffer: ReplayBuffer, storage: Storage) -> tuple[Any, ...]:
-    """Returns what changes with the sampler, the transforms and the storage of a buffer.
+    """Returns a key that changes with the sampler, the transforms and the storage of a buffer.
 
-    This runs with every draw, so it takes the fast ways to each.
+    This runs at every draw, so it uses the fastest access to each.
     """
     transform = buffer._transform
     inside: Any = transform._modules["transforms"]
@@ -191,29 +192,29 @@ def parts_around(buffer: ReplayBuffer, storage: Storage) -> tuple[Any, ...]:
 
 
 def draws_single_rows(buffer: ReplayBuffer, sampler: Sampler) -> bool:
-    """Whether a sampler of TorchRL draws, and no sample unit of the user's makes more of it."""
+    """Returns whether a sampler of TorchRL draws, without a user's sample unit that expands it."""
     unit = unit_of(buffer)
     return is_stock(sampler) and (unit is None or is_stock(unit))
 
 
 def ignores_units(buffer: ReplayBuffer) -> bool:
-    """Whether a buffer is an ensemble of members with sample units, which it does not ask."""
+    """Returns whether a buffer is an ensemble, which ignores the sample units of its members."""
     return any(unit_of(member) is not None for member in getattr(buffer, "_rbs", None) or [])
 
 
 def unit_of(buffer: ReplayBuffer) -> SampleUnit | None:
-    """Returns the sample unit of a buffer; an ensemble has none."""
+    """Returns the sample unit of a buffer; None for an ensemble."""
     return getattr(buffer, "_sample_unit", None)
 
 
 def member_buffer(buffer: ReplayBuffer, sampler: Sampler) -> ReplayBuffer:
-    """Returns the member of an ensemble that has this sampler; any other buffer as it is."""
+    """Returns the member of an ensemble that has this sampler, or the buffer itself."""
     members = getattr(buffer, "_rbs", None) or [buffer]
     return next((member for member in members if member._sampler is sampler), buffer)
 
 
 def is_stock(part: Any) -> bool:
-    """Whether a part of a buffer is TorchRL's own, rather than a user's function or class."""
+    """Returns whether a part of a buffer is TorchRL's own, not a user's function or class."""
     own = type(part).__module__.startswith("torchrl.")
     return own and not isinstance(part, _CallableTransform)
 
@@ -221,14 +222,14 @@ def is_stock(part: Any) -> bool:
 def make_tensordict(
     entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None
 ) -> TensorDict:
-    """A tensordict of entries known to fit: the public constructor checks each."""
+    """Builds a tensordict without the checks of the public constructor; entries must fit."""
     return TensorDict._new_unsafe(entries, batch_size=batch_size, device=device)
 
 
 def settle(storage: TensorStorage, device: torch.device) -> None:
-    """Has the stored tensordict say which device it is on, which it forgets when it is loaded.
+    """Sets the device of the stored tensordict, which is lost when it is loaded.
 
-    Rows from another device then find their way.
+    Rows from another device are then moved to it.
     """
     inner = entries(storage)
     if inner is not None and inner.device is None:
@@ -236,7 +237,7 @@ def settle(storage: TensorStorage, device: torch.device) -> None:
 
 
 def move_metadata(state: Any, device: torch.device) -> None:
-    """Changes the device that the state of a tensordict names, in place."""
+    """Changes the device in the metadata of a tensordict's state, in place."""
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
         state._metadata = {
@@ -248,9 +249,9 @@ def move_metadata(state: Any, device: torch.device) -> None:
 def draw_by_priority(
     sampler: PrioritizedSampler, storage: Storage, batch_size: int
 ) -> tuple[Any, dict[str, Tensor]]:
-    """What TorchRL's sampler draws, from torch's global generator where it would use NumPy's.
+    """Draws as TorchRL's sampler does, but uses torch's global generator where it uses NumPy's.
 
-    It draws random numbers where the rows are, so that batches are the same wherever the trees are.
+    Random numbers are drawn on the rows' device, so batches do not depend on the trees' device.
     """
     length, tree, device = len(storage), sampler._sum_tree, sampler.device
     if not length:
@@ -265,7 +266,7 @@ def draw_by_priority(
     index = index.clamp_max(length - 1)
     powers = torch.as_tensor(tree[index], device=device)
     if device.type == "cpu":
-        while (powers == 0).any():  # rounding has led beyond the last row with a priority
+        while (powers == 0).any():  # rounding led beyond the last row with a priority
             index = torch.where(powers == 0, index - 1, index)
             powers = torch.as_tensor(tree[index])
     weight = torch.pow(powers / least, -sampler.beta)
@@ -276,37 +277,37 @@ def draw_by_priority(
 
 
 def rows_device(storage: Storage) -> torch.device:
-    """Where the rows of a storage are; the CPU if that is not known yet."""
+    """Returns the device of a storage's rows; the CPU if it is not known yet."""
     device = getattr(storage, "device", None)
     return torch.device("cpu" if device in (None, "auto") else device)
 
 
 def has_cuda_trees() -> bool:
-    """Whether TorchRL's extension was built with priority trees for CUDA."""
+    """Returns whether TorchRL's extension was built with priority trees for CUDA."""
     return prioritized.CudaSumSegmentTreeFp32 is not None
 
 
 def priority_powers(sampler: PrioritizedSampler, index: Tensor) -> Tensor:
-    """`(priority + eps) ** alpha` at these positions, 0 where none has been set."""
+    """Returns `(priority + eps) ** alpha` at these positions, 0 where none has been set."""
     flat = index.reshape(-1).to(sampler.device)
     powers = torch.as_tensor(sampler._sum_tree[flat], dtype=sampler.dtype)
     return powers.reshape(index.shape).to(index.device, non_blocking=index.is_cuda)
 
 
 def set_priority_powers(sampler: PrioritizedSampler, powers: Tensor, largest: Tensor) -> None:
-    """Sets `(priority + eps) ** alpha` `[capacity]` and the largest priority ever, and no other."""
+    """Replaces all `(priority + eps) ** alpha` `[capacity]` and the largest priority ever."""
     sampler._init()
     index = powers.nonzero().squeeze(1).to(sampler.device)
     values = powers.to(sampler.device)[index]
     if len(index):
         sampler._sum_tree[index] = values
         sampler._min_tree[index] = values
-    # The second is its position, of interest only where the maximum is that of the rows stored now.
+    # The second value is its position, which matters only if the maximum is of the stored rows.
     sampler._max_priority = (largest.to(sampler.device), torch.tensor(0))
 
 
 def follow_device(sampler: PrioritizedSampler, storage: Storage | None) -> None:
-    """Moves the priority trees to the device of the rows, or says that they stay on the CPU."""
+    """Moves the priority trees to the device of the rows, or logs that they stay on the CPU."""
     device = sampler._tree_device_from_storage(storage)
     if device is None or device == sampler.device:
         return
@@ -328,10 +329,10 @@ def _say_trees_stay() -> None:
 
 
 def priority_eps(sampler: PrioritizedSampler) -> float:
-    """What is added to each priority before it is raised to alpha."""
+    """Returns the constant that is added to each priority before it is raised to alpha."""
     return float(sampler._eps)
 
 
 def set_priority_eps(sampler: PrioritizedSampler, eps: float) -> None:
-    """Sets what is added to each priority that is set from now on."""
+    """Sets the constant that is added to each priority that is set from now on."""
     sampler._eps = eps

@@ -152,7 +152,7 @@ def make_replay_buffer(
         check_layout(storage)
     own = chosen.make_transform(sampler)
     if own is None:
-        own = RowCheck() if isinstance(storage, TensorStorage) else None  # a list takes any row
+        own = RowCheck() if isinstance(storage, TensorStorage) else None  # a list accepts any row
     elif generator is not None and getattr(own, "generator", generator) is None:
         own.generator = torch.Generator(generator.device).manual_seed(draw_seed(generator))
     buffer = chosen.buffer_class(
@@ -172,7 +172,7 @@ def make_replay_buffer(
 
 
 def _refuse_options(method: Method[Any], options: Mapping[str, Any]) -> None:
-    """Raises if options were given together with a method object."""
+    """Raises an error if options were given together with a method object."""
     for name, value in options.items():
         raise TypeError(
             f"{name}={value!r} was given beside the object {method!r}; give it to the object, as "

@@ -1,4 +1,4 @@
-"""Checks of numbers. Python counts booleans among them; here they are refused."""
+"""Checks of numbers; unlike in Python, booleans are not numbers here."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any, TypeGuard
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Returns whether the value is an integer, and not a boolean."""
+    """Returns whether the value is an integer and not a boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Returns whether the value is a real number, and not a boolean."""
+    """Returns whether the value is a real number and not a boolean."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
 class Number:
-    """Describes which numbers an option may hold, and refuses all others. Called, it checks one.
+    """A callable check that describes which numbers an option accepts, and rejects all others.
 
     Args:
-        least: Smallest value.
-        above: Value that it must exceed.
-        most: Largest value.
-        whole: Whether it must be an integer.
+        least: Smallest allowed value.
+        above: Value that the number must exceed.
+        most: Largest allowed value.
+        whole: Whether the number must be an integer.
 
     Examples:
         >>> Number(above=0)("alpha", 0.75)
@@ -43,7 +43,7 @@ class Number:
     whole: bool = False
 
     def __call__(self, name: str, value: Any) -> Any:
-        """Returns the value if it is allowed; `name` is what the error calls it."""
+        """Returns the value if it is allowed; otherwise raises an error that uses `name`."""
         if not (is_integer(value) if self.whole else is_number(value)):
             noun = "an integer" if self.whole else "a number"
             raise TypeError(f"{name}={value!r} is not {noun}; give {self}.")

@@ -1,8 +1,8 @@
 """Checks that the sampler and the transforms of a replay buffer fit together.
 
-TorchRL tells neither a sampler nor a transform which buffer it serves, so each is checked here when
-the buffer draws. A sampler or pairing that draws several rows for each anchor says so by `draws`,
-and a transform that folds them to one by `folds`.
+Neither a sampler nor a transform knows its buffer in TorchRL, so they are checked here when the
+buffer draws. A sampler or pairing that draws several rows for each anchor has an attribute `draws`,
+and a transform that folds them to one row has `folds`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from nmer_torchrl import _compat
 
 
 class Guard:
-    """Checks the buffer that a part serves at the first draw, and again when its parts change."""
+    """Checks the buffer of a part at the first draw, and again when the buffer's parts change."""
 
     def __init__(self) -> None:
-        self._buffer: weakref.ref[ReplayBuffer] | None = None  # that was found to be right
+        self._buffer: weakref.ref[ReplayBuffer] | None = None  # the buffer that passed the checks
         self._parts: tuple[Any, ...] = ()
 
     def check(
         self, part: Any, storage: Storage, *checks: Callable[[Any, ReplayBuffer], None]
     ) -> None:
-        """Raises if one of the checks finds a fault in the buffer that draws for this part now."""
+        """Raises an error if the buffer that is drawing for this part fails one of the checks."""
         known = None if self._buffer is None else self._buffer()
         if known is not None and self._parts == _compat.parts_around(known, storage):
             return
@@ -44,16 +44,16 @@ class Guard:
             return
         for check in checks:
             check(part, buffer)
-        # An ensemble also draws from buffers that may be drawn from by themselves.
+        # An ensemble draws from buffers that can also be sampled directly.
         if not isinstance(buffer, ReplayBufferEnsemble):
             self._buffer, self._parts = weakref.ref(buffer), _compat.parts_around(buffer, storage)
 
     def __reduce__(self) -> tuple[type[Guard], tuple[()]]:
-        return Guard, ()  # a copy serves another buffer
+        return Guard, ()  # a copy belongs to another buffer
 
 
 def check_anchors(unit: SampleUnit, buffer: ReplayBuffer) -> None:
-    """Raises if the sampler beside a pairing draws something else than single rows."""
+    """Raises an error if the sampler of a pairing does not draw single rows."""
     sampler = buffer.sampler
     name = type(sampler).__name__
     if isinstance(sampler, SliceSampler):
@@ -70,9 +70,9 @@ def check_anchors(unit: SampleUnit, buffer: ReplayBuffer) -> None:
 
 
 def check_folded(part: Sampler | SampleUnit, buffer: ReplayBuffer) -> None:
-    """Raises if no transform of the buffer can fold what a sampler or pairing draws.
+    """Raises an error if no transform of the buffer can fold what a sampler or pairing draws.
 
-    A transform or function of the user's own may be one that folds.
+    The user's own transforms and functions are assumed to fold.
     """
     transforms = [
         leaf for held in _compat.transforms_after(buffer, part) for leaf in _compat.leaves(held)
@@ -89,7 +89,7 @@ def check_folded(part: Sampler | SampleUnit, buffer: ReplayBuffer) -> None:
 
 
 def find_geometry(fold: Transform) -> Any:
-    """Returns the sampler of neighbors, or the pairing, that draws for this fold now."""
+    """Returns the neighbor sampler or pairing that is drawing for this fold."""
     buffer = _compat.buffer_that_draws()
     if buffer is None:
         raise RuntimeError(
@@ -108,9 +108,10 @@ def find_geometry(fold: Transform) -> Any:
 
 
 def check_spread(transform: Transform, spread: Any) -> None:
-    """Raises if the spread that a transform was made with is not that of the buffer that draws.
+    """Raises an error if a transform's spread does not belong to the buffer that is drawing.
 
-    After `buffer.set_sampler(...)` the sampler that keeps it up is no longer told of writes.
+    After `buffer.set_sampler(...)`, the old sampler, which updates the spread, is no longer
+    notified of writes.
     """
     buffer = _compat.buffer_that_draws()
     samplers = [] if buffer is None else _compat.samplers_before(buffer, transform)
@@ -123,10 +124,10 @@ def check_spread(transform: Transform, spread: Any) -> None:
 
 
 def check_paired(fold: Transform, batch: TensorDictBase, takes: str) -> bool:
-    """Raises if samplers of TorchRL have drawn a batch of single rows that looks like pairs.
+    """Raises an error if TorchRL's samplers drew single rows in a shape that looks like pairs.
 
-    An ensemble stacks what its members draw, so two rows of each member come as `[members, 2]`.
-    Returns whether a buffer has drawn the batch.
+    An ensemble stacks the rows of its members, so two rows of each member have the shape
+    `[members, 2]`. Returns whether a buffer has drawn the batch.
     """
     buffer = _compat.buffer_that_draws()
     if buffer is None:
@@ -138,9 +139,9 @@ def check_paired(fold: Transform, batch: TensorDictBase, takes: str) -> bool:
 
 
 def check_drawn(fold: Transform, batch: TensorDictBase, takes: str) -> None:
-    """Raises if a replay buffer has drawn this batch, which the fold cannot take.
+    """Raises an error if a replay buffer has drawn this batch, which the fold cannot process.
 
-    Rows that were read otherwise, such as by `buffer[:]`, pass.
+    Rows that were read in another way, such as by `buffer[:]`, pass.
     """
     buffer = _compat.buffer_that_draws()
     if buffer is None:
@@ -152,7 +153,7 @@ def check_drawn(fold: Transform, batch: TensorDictBase, takes: str) -> None:
 
 
 def _name_draw(buffer: ReplayBuffer) -> str:
-    """Names the samplers of a buffer, and the pairing beside them."""
+    """Returns the names of the samplers and the pairing of a buffer."""
     names = " and ".join(type(sampler).__name__ for sampler in _compat.samplers_of(buffer))
     unit = _compat.unit_of(buffer)
     return names if unit is None else f"{names} with {type(unit).__name__}"

@@ -1,12 +1,12 @@
 """Registers Hydra configurations in TorchRL's style when this module is imported.
 
 After `import nmer_torchrl.configs`, a TorchRL config can name a method of this package in its
-defaults, as in `replay_buffer: nmer`; `replay_buffer.k` and the like are then its options. To
-compose the parts instead, it names `sampler: neighbor_pair` and `transform: pair_mixup` next to
-TorchRL's own entries of those groups.
+defaults, as in `replay_buffer: nmer`. Its options are then `replay_buffer.k` and so on. To compose
+the parts instead, name `sampler: neighbor_pair` and `transform: pair_mixup`, as with TorchRL's own
+entries of those groups.
 
-All of them derive from the signatures of what they build. `make_config` does the same for a class
-of your own.
+All configurations derive from the signatures of the classes and functions that they build.
+`make_config` does the same for your own class.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _PARTS: dict[str, type] = {
 
 
 def make_config(target: type) -> type[Any]:
-    """Returns a dataclass whose fields are the arguments of a class, for `hydra.utils.instantiate`.
+    """Builds a dataclass whose fields are the arguments of a class, for `hydra.utils.instantiate`.
 
     Args:
-        target: A sampler, a transform or a method, of this package or of your own.
+        target: The class of a sampler, transform or method, of this package or your own.
 
     Examples:
         >>> from hydra.utils import instantiate
@@ -74,8 +74,8 @@ def make_config(target: type) -> type[Any]:
 def _derive(
     target: Callable[..., Any], given: dict[str, Any], name: str, bases: tuple[type, ...]
 ) -> type[Any]:
-    """Builds a dataclass of the arguments of `target` and of what is given."""
-    # Not of the class itself: TorchRL's samplers hide its signature.
+    """Builds a dataclass from the arguments of `target` and the given fields."""
+    # Reads `__init__`, since TorchRL's samplers hide the signature of the class.
     call: Callable[..., Any] = getattr(target, "__init__") if isinstance(target, type) else target  # noqa: B009
     arguments = {
         parameter.name: MISSING if parameter.default is Parameter.empty else parameter.default

@@ -1,4 +1,4 @@
-"""The maths of pair mixing as pure functions of tensors."""
+"""The math of pair mixing, as pure functions of tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 _CHUNK = 4_096
 _LARGEST = 1e37  # differences and Z-scores of numbers up to this stay within float32
-_ODD = -7046029254386353131  # 2**64 divided by the golden ratio: spreads neighbors far apart
+_ODD = -7046029254386353131  # 2**64 / golden ratio, maps close numbers far apart
 
 
 def sample_beta(
@@ -19,9 +19,9 @@ def sample_beta(
     generator: torch.Generator | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Weights `w ~ Beta(alpha, alpha)` of the given shape, float32.
+    """Draws weights `w ~ Beta(alpha, alpha)` of the given shape, in float32.
 
-    `alpha` may be a scalar on the device of the weights, which is not read then.
+    `alpha` may be a scalar tensor on the device of the weights, which is then not read by the host.
 
     Examples:
         >>> weight = sample_beta(0.75, (1_000, 1), generator=torch.Generator().manual_seed(0))
@@ -30,14 +30,14 @@ def sample_beta(
     """
     if isinstance(alpha, Tensor) or not 0.5 <= alpha <= 1e6:
         return _sample_beta_by_logarithms(alpha, shape, generator, device)
-    # torch.distributions.Beta takes no generator; the draw beneath it does.
+    # torch.distributions.Beta accepts no generator, but the function that it calls does.
     concentration = _concentration(alpha, (*shape, 2), device)
     return torch._sample_dirichlet(concentration, generator=generator)[..., 0]
 
 
 @functools.lru_cache(maxsize=8)
 def _concentration(alpha: float, shape: tuple[int, ...], device: torch.device | None) -> Tensor:
-    """Parameters of that shape, all the same; never changed in place."""
+    """Returns a cached tensor filled with `alpha`, which must not be changed in place."""
     return torch.full(shape, alpha, device=device)
 
 
@@ -47,7 +47,10 @@ def _sample_beta_by_logarithms(
     generator: torch.Generator | None,
     device: torch.device | None,
 ) -> Tensor:
-    """The same where gamma draws leave float32, by `Gamma(a) = Gamma(a + 1) * U ** (1 / a)`."""
+    """Draws Beta weights in logarithms, by `Gamma(a) = Gamma(a + 1) * U ** (1 / a)`.
+
+    It is used where direct gamma draws may leave the range of float32.
+    """
     concentration = torch.ones((2, *shape), dtype=torch.float64, device=device) + alpha
     gamma = torch._standard_gamma(concentration, generator=generator)
     uniform = torch.rand((2, *shape), generator=generator, dtype=torch.float64, device=device)
@@ -62,14 +65,14 @@ def sample_dirichlet(
     generator: torch.Generator | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Weights `[..., n]` from a symmetric Dirichlet distribution, float32; each n sum to one.
+    """Draws float32 weights `[..., n]` from a symmetric Dirichlet distribution; each n sum to 1.
 
     Examples:
         >>> weight = sample_dirichlet(0.75, (100, 11))
         >>> torch.allclose(weight.sum(-1), torch.ones(100))
         True
     """
-    # By logarithms, as above: gamma draws of a small alpha leave float32.
+    # In logarithms, as above: gamma draws of a small alpha leave the range of float32.
     concentration = torch.full(shape, alpha + 1.0, dtype=torch.float64, device=device)
     gamma = torch._standard_gamma(concentration, generator=generator)
     uniform = torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
@@ -77,9 +80,10 @@ def sample_dirichlet(
 
 
 def mix(anchor: Tensor, partner: Tensor, weight: Tensor) -> Tensor:
-    """Convex combination `weight * anchor + (1 - weight) * partner`.
+    """Returns the convex combination `weight * anchor + (1 - weight) * partner`.
 
-    `anchor` and `partner` are `[*B, ...]`, `weight` is `[*B, 1]`; 1 gives exactly the anchor.
+    `anchor` and `partner` are `[*B, ...]`, `weight` is `[*B, 1]`. A weight of 1 gives exactly the
+    anchor.
 
     Examples:
         >>> anchor, partner = torch.tensor([[4.0, 0.0]]), torch.tensor([[0.0, 8.0]])
@@ -92,9 +96,9 @@ def mix(anchor: Tensor, partner: Tensor, weight: Tensor) -> Tensor:
 
 
 def combine(rows: Tensor, weight: Tensor) -> Tensor:
-    """Convex combinations of rows `[*B, n, ...]` by weights `[*B, n]`, `[*B, ...]`.
+    """Returns convex combinations `[*B, ...]` of rows `[*B, n, ...]` with weights `[*B, n]`.
 
-    Taken as a step from the first row, so that a weight of 1 for it gives exactly that row.
+    It is computed as a step from the first row, so that a weight of 1 gives exactly that row.
 
     Examples:
         >>> rows = torch.tensor([[[0.0, 0.0], [4.0, 0.0], [0.0, 8.0]]])
@@ -108,7 +112,7 @@ def combine(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def any_feature(flags: Tensor, batch_dims: int) -> Tensor:
-    """Boolean `[*B, ...]` to `[*B]`: whether any entry beyond the batch dimensions is true.
+    """Returns booleans `[*B]`: whether any entry of `[*B, ...]` is true.
 
     Examples:
         >>> any_feature(torch.tensor([[True, False], [False, False]]), 1)
@@ -118,22 +122,22 @@ def any_feature(flags: Tensor, batch_dims: int) -> Tensor:
 
 
 def all_finite(tensor: Tensor, batch_dims: int) -> Tensor:
-    """`[*B, ...]` to boolean `[*B]`: whether every entry is finite, and at most 1e37 in size.
+    """Returns booleans `[*B]`: whether all entries of `[*B, ...]` are finite and at most 1e37.
 
     Examples:
         >>> all_finite(torch.tensor([[1.0, 2.0], [1.0, torch.nan]]), 1)
         tensor([ True, False])
     """
     sizes = tensor.abs()
-    if not sizes.numel():  # `amax` refuses it
+    if not sizes.numel():  # `amax` does not accept empty tensors
         return torch.ones(tensor.shape[:batch_dims], dtype=torch.bool, device=tensor.device)
     if tensor.ndim > batch_dims:
-        sizes = sizes.flatten(batch_dims).amax(-1)  # NaN if any of them is
+        sizes = sizes.flatten(batch_dims).amax(-1)  # NaN if any entry is NaN
     return sizes <= _LARGEST
 
 
 def finite_rows(points: Tensor) -> Tensor:
-    """`[n, d]` to boolean `[n]`: whether every number of a row is finite.
+    """Returns booleans `[n]`: whether all numbers of a row of `[n, d]` are finite.
 
     Examples:
         >>> finite_rows(torch.tensor([[1.0, 2.0], [1.0, torch.inf]]))
@@ -143,10 +147,10 @@ def finite_rows(points: Tensor) -> Tensor:
 
 
 def as_rows(index: Tensor, device: torch.device) -> Tensor | slice:
-    """Positions `[n]` on the CPU as what rows on a device are read and written by.
+    """Converts positions `[n]` on the CPU to an index for rows on a device.
 
-    Positions that follow one another become a slice, which needs no copy to the device and is
-    faster; others are copied there.
+    Consecutive positions become a slice, which is faster and needs no copy to the device. Others
+    are copied there.
 
     Examples:
         >>> as_rows(torch.tensor([4, 5, 6]), torch.device("cpu"))
@@ -167,11 +171,11 @@ def choose_neighbor(
     padded: bool = True,
     alone: bool = True,
 ) -> Tensor:
-    """One neighbor of each anchor, uniformly among those it has.
+    """Draws one neighbor of each anchor uniformly.
 
     `anchor` is `[B]` positions, `neighbors` is `[B, k]` positions padded with -1 on the right.
-    An anchor without neighbors is its own partner. Two flags save operations: `padded=False` says
-    that each row has k neighbors or none at all, and `alone=False` that none is without.
+    An anchor without neighbors is its own partner. Two flags save operations: `padded=False` means
+    that each row has k neighbors or none, and `alone=False` means that each row has neighbors.
 
     Examples:
         >>> neighbors = torch.tensor([[4, -1, -1], [-1, -1, -1]])
@@ -192,9 +196,9 @@ def choose_neighbor(
 def choose_other(
     anchor: Tensor, count: int | Tensor, *, generator: torch.Generator | None = None
 ) -> Tensor:
-    """One of `0 .. count - 1` other than the anchor, uniformly; `anchor` is `[B]`.
+    """Draws one of `0 .. count - 1` other than the anchor, uniformly; `anchor` is `[B]`.
 
-    Anchors outside of that range exclude nothing. With no other to choose, -1.
+    Anchors outside that range exclude nothing. The result is -1 if there is no other.
 
     Examples:
         >>> choose_other(torch.tensor([0, 1]), 2), choose_other(torch.tensor([0]), 1)
@@ -211,10 +215,11 @@ def choose_other(
 
 
 def pair_priorities(new: Tensor, old: Tensor, weight: Tensor) -> Tensor:
-    """Priorities `[B, 2]` of anchors and partners after their mix had the error `new`, `[B]`.
+    """Returns priorities `[B, 2]` of anchors and partners after their mix had the error `new`.
 
-    `w * new + (1 - w) * old` for the anchor and `(1 - w) * new + w * old` for the partner, where
-    `old` is `[B, 2]` and `weight` (w) is `[B]`: the larger part of the mix moves further.
+    They are `w * new + (1 - w) * old` for the anchor and `(1 - w) * new + w * old` for the partner,
+    where `new` and `weight` (w) are `[B]` and `old` is `[B, 2]`. The row with the larger weight
+    changes more.
 
     Examples:
         >>> pair_priorities(torch.tensor([8.0]), torch.tensor([[0.0, 0.0]]), torch.tensor([0.75]))
@@ -225,7 +230,7 @@ def pair_priorities(new: Tensor, old: Tensor, weight: Tensor) -> Tensor:
 
 
 def mean_by_position(index: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Distinct positions of `index` `[n]`, in order, and the mean of the values `[n]` at each.
+    """Returns the sorted distinct positions of `index` `[n]`, and the mean of the values at each.
 
     Examples:
         >>> mean_by_position(torch.tensor([5, 2, 5]), torch.tensor([1.0, 4.0, 3.0]))
@@ -237,9 +242,9 @@ def mean_by_position(index: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fingerprint(numbers: Tensor) -> Tensor:
-    """`[n, d]` numbers to `[n]` int64: equal rows of one dtype give equal ones.
+    """Maps rows `[n, d]` to int64 `[n]`; equal rows of one dtype give equal numbers.
 
-    Zero and minus zero are equal. Different rows differ, but for a chance of about 1 in 2**64.
+    Zero and minus zero are equal. Different rows collide with a chance of about 1 in 2**64.
 
     Examples:
         >>> first, second, third = fingerprint(torch.tensor([[0.0, 1.0], [-0.0, 1.0], [0.0, 2.0]]))
@@ -255,7 +260,7 @@ def _fingerprint(numbers: Tensor) -> Tensor:
     words = numbers.contiguous().view(torch.int32).long()
     random = _random_factors(words.shape[-1])
     offsets, factors = random.to(words.device, non_blocking=True)
-    # A sum of products alone would map round numbers, whose low bits are zero, too close.
+    # A sum of products alone would map round numbers, whose low bits are zero, too close together.
     mixed = (words + offsets) * _ODD
     mixed ^= mixed >> 32
     return (mixed * factors).sum(-1)
@@ -263,6 +268,6 @@ def _fingerprint(numbers: Tensor) -> Tensor:
 
 @functools.cache
 def _random_factors(d: int) -> Tensor:
-    """`[2, d]` odd numbers, the same in every process."""
+    """Returns odd numbers `[2, d]`, the same in every process."""
     generator = torch.Generator().manual_seed(d)
     return torch.randint(-(2**63), 2**63 - 1, (2, d), generator=generator) | 1

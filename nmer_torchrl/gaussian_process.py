@@ -1,4 +1,4 @@
-"""Gaussian process regression within small neighborhoods, many at a time."""
+"""Gaussian process regression in batches of small neighborhoods."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from nmer_torchrl.checks import POSITIVE
 
 @dataclass(frozen=True)
 class GaussianProcess:
-    """Regression from n points, with a squared exponential kernel, for each of a batch.
+    """Batched Gaussian process regression from n points with a squared exponential kernel.
 
-    With `l` the lengthscale times the mean distance between the points of a neighborhood,
-    `k(x, y) = exp(-|x - y|**2 / (2 l**2))`, `K` the kernel between the points plus `noise_variance`
-    on its diagonal, `k` that between them and the query, and `m` the mean of their outputs, the
-    prediction is `m + k^T K^-1 (Y - m)`, and its variance `1 - k^T K^-1 k`, as a share of the
-    variance that outputs have before any is known. All is float64: one Cholesky factor of `[n, n]`
-    to each.
+    The kernel is `k(x, y) = exp(-|x - y|**2 / (2 l**2))`, where `l` is the lengthscale times the
+    mean distance between the points of a neighborhood. With `K` the kernel between the points plus
+    `noise_variance` on its diagonal, `k` the kernel between the points and the query, and `m` the
+    mean of the outputs, the prediction is `m + k^T K^-1 (Y - m)`. Its variance is
+    `1 - k^T K^-1 k`, as a share of the prior variance of the outputs. All computations are in
+    float64, with one Cholesky factor `[n, n]` for each neighborhood.
 
     Args:
-        lengthscale: Over how many mean distances outputs change; more makes them more linear.
-        noise_variance: Variance of what outputs have of their own, as a share; keeps duplicates
-            apart.
-        max_variance: Variance above which a prediction is not to be used, from 0 to 1.
+        lengthscale: Length scale of the kernel, in mean distances between points. Larger values
+            make predictions more linear.
+        noise_variance: Variance of the noise in outputs, as a share of their prior variance. It
+            also separates duplicate points.
+        max_variance: Variance, from 0 to 1, above which a prediction should not be used.
 
     Examples:
         >>> import torch
@@ -50,10 +51,10 @@ class GaussianProcess:
             )
 
     def predict(self, points: Tensor, outputs: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Points `[*B, n, d]` and outputs `[*B, n, e]` to outputs `[*B, e]` at queries `[*B, d]`.
+        """Predicts outputs `[*B, e]` at queries `[*B, d]` from points and their outputs.
 
-        And the variance `[*B]`. Where there is no prediction, since something was not finite, both
-        are NaN.
+        Points are `[*B, n, d]`, their outputs `[*B, n, e]`. Also returns the variance `[*B]`. Both
+        are NaN where a non-finite number prevents a prediction.
         """
         outputs, n = outputs.double(), points.shape[-2]
         squared = _squared_distances(torch.cat([points, query.unsqueeze(-2)], -2).double())
@@ -76,7 +77,10 @@ class GaussianProcess:
 
 
 def _squared_distances(points: Tensor) -> Tensor:
-    """Between all of `[*B, n, d]`, `[*B, n, n]`; by products, relative to the first of them."""
+    """Returns squared distances `[*B, n, n]` of points `[*B, n, d]`, from products.
+
+    The products are relative to the first point.
+    """
     points = points - points[..., :1, :]
     products = points @ points.mT
     norms = products.diagonal(dim1=-2, dim2=-1)

@@ -1,4 +1,4 @@
-"""Seeds and states of random generators, across devices."""
+"""Saves, restores and seeds random generators across devices."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
-    """A seed out of a generator, wherever that is; `None` for torch's global one."""
+    """Draws a seed from a generator on any device; `None` uses torch's global one."""
     device = "cpu" if generator is None else generator.device
     return int(torch.randint(2**62, (), generator=generator, device=device))
 
 
 def restore_generator(generator: torch.Generator, state: Tensor) -> None:
-    """Has a generator go on from a saved state.
+    """Restores a generator from a saved state.
 
-    A state that was saved on another kind of device means nothing to it. It then seeds the
-    generator: the same state always leads to the same numbers.
+    A state of another kind of device cannot be restored. It then seeds the generator, so that the
+    same state always leads to the same numbers.
 
     Examples:
         >>> saved = torch.Generator().manual_seed(3).get_state()
@@ -30,12 +30,12 @@ def restore_generator(generator: torch.Generator, state: Tensor) -> None:
     """
     try:
         generator.set_state(state)
-    except RuntimeError:  # torch tells states apart by their size
+    except RuntimeError:  # torch recognizes a state by its size
         generator.manual_seed(seed_from(state))
 
 
 def seed_from(state: Tensor) -> int:
-    """A seed, at least 0 and below 2**63, that depends on every byte of a state.
+    """Returns a seed, at least 0 and below 2**63, that depends on every byte of a state.
 
     Examples:
         >>> seed_from(torch.zeros(16, dtype=torch.uint8))
@@ -46,11 +46,11 @@ def seed_from(state: Tensor) -> int:
 
 
 def generator_state(generator: torch.Generator | None) -> dict[str, Tensor]:
-    """Returns the state of a generator under `"generator"`; nothing without one."""
+    """Returns the state of a generator under `"generator"`; empty if there is no generator."""
     return {} if generator is None else {"generator": generator.get_state()}
 
 
 def load_generator_state(generator: torch.Generator | None, state: dict[str, Any]) -> None:
-    """Has a generator go on from what `generator_state` returned, if there is one."""
+    """Restores a generator from what `generator_state` returned, if both exist."""
     if generator is not None and "generator" in state:
         restore_generator(generator, state["generator"])

@@ -1,4 +1,4 @@
-"""Tensordict entries as `[n, d]` points, and the checks that go with them."""
+"""Reads tensordict entries as `[n, d]` points, and checks keys."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ TRAJECTORY_KEY: NestedKey = ("collector", "traj_ids")
 
 
 def as_keys(keys: Sequence[NestedKey] | str, name: str) -> tuple[NestedKey, ...]:
-    """Returns a sequence of keys as a tuple; a lone string counts as a sequence of one.
+    """Returns a sequence of keys as a tuple; a single string counts as one key.
 
-    A list within the sequence is a nested key, as config files write it.
+    A list inside the sequence is a nested key, as config files write it.
     """
     try:
         keys = (keys,) if isinstance(keys, str) else tuple(keys)
@@ -39,16 +39,16 @@ def as_keys(keys: Sequence[NestedKey] | str, name: str) -> tuple[NestedKey, ...]
 
 
 class Roles(NamedTuple):
-    """What each entry of a transition is; see `as_roles`."""
+    """The keys of a transition by role; see `as_roles`."""
 
     observations: tuple[NestedKey, ...]
-    next_observations: tuple[NestedKey, ...]  # in the order of the observations
+    next_observations: tuple[NestedKey, ...]  # in the same order as the observations
     actions: tuple[NestedKey, ...]
     rewards: tuple[NestedKey, ...]
 
 
 def as_roles(keys: Sequence[NestedKey], value_keys: Sequence[NestedKey]) -> Roles:
-    """Tells observations, actions and rewards apart by TorchRL's naming.
+    """Sorts keys into observations, actions and rewards by TorchRL's naming.
 
     An observation is an entry of `keys` whose `("next", key)` is among `value_keys`; the other
     `keys` are actions, and the other `value_keys` rewards.
@@ -74,12 +74,12 @@ def as_roles(keys: Sequence[NestedKey], value_keys: Sequence[NestedKey]) -> Role
 
 
 def next_key(key: NestedKey) -> NestedKey:
-    """Where TorchRL keeps the same entry one step later."""
+    """Returns the key under which TorchRL stores the same entry one step later."""
     return unravel_key(("next", key))
 
 
 def get_entry(data: TensorDictBase, key: NestedKey) -> Tensor:
-    """The entry under `key`, or an error that names those that exist."""
+    """Returns the entry under `key`; raises an error that lists the existing keys."""
     entry = data.get(key, None)
     if entry is None:
         known = ", ".join(sorted(repr(k) for k in data.keys(True, True)))
@@ -93,7 +93,7 @@ def get_entry(data: TensorDictBase, key: NestedKey) -> Tensor:
 
 
 def get_continuous(data: TensorDictBase, key: NestedKey, argument: str) -> Tensor:
-    """The floating-point entry under `key`; `argument` names where the user gave it."""
+    """Returns the floating-point entry under `key`; errors name the user's `argument`."""
     entry = get_entry(data, key)
     if not entry.is_floating_point():
         raise ValueError(
@@ -111,10 +111,10 @@ def read_points(
     keys: Sequence[NestedKey],
     value_keys: Sequence[NestedKey],
 ) -> Tensor:
-    """Rows `[n]` of the data as points `[n, d]`: their entries under `keys`, flattened and joined.
+    """Returns rows `[n]` as points `[n, d]`: their entries under `keys`, concatenated.
 
-    A row with a non-finite entry under `keys` or `value_keys` becomes a row of NaN. Points are
-    float32, or float64 where a key is. All entries are continuous ones.
+    A row with a non-finite entry under `keys` or `value_keys` becomes NaN. Points are float32, or
+    float64 if an entry is. All entries must be continuous.
     """
     rows = [data.get(key)[index] for key in (*keys, *value_keys)]
     parts = [row.reshape(len(row), -1) for row in rows]
@@ -132,9 +132,9 @@ def read_features(
     feature: Callable[[TensorDictBase], Tensor],
     points: Tensor,
 ) -> Tensor:
-    """Rows `[n]` of the data as points `[n, f]` that a function makes of them.
+    """Returns rows `[n]` as points `[n, f]`, computed by a function.
 
-    A row that is NaN in `points`, which come from `read_points`, is NaN here as well.
+    Rows that are NaN in `points`, the result of `read_points`, are NaN here as well.
     """
     features = _call_feature(feature, data[index])
     return features.masked_fill(points[:, :1].isnan(), torch.nan)
@@ -145,7 +145,7 @@ def join_entries(
     keys: Sequence[NestedKey],
     feature: Callable[[TensorDictBase], Tensor] | None,
 ) -> Tensor:
-    """Rows `[n]` of a batch as points: entries side by side `[n, d]`, or features `[n, f]`."""
+    """Returns rows `[n]` as points: concatenated entries `[n, d]`, or features `[n, f]`."""
     if feature is not None:
         return _call_feature(feature, batch)
     parts = [get_continuous(batch, key, "keys").reshape(len(batch), -1) for key in keys]

@@ -1,4 +1,4 @@
-"""Small networks for methods that learn."""
+"""Small networks, and their optimizer, for methods that learn."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_BETAS, _EPS = (0.9, 0.999), 1e-8  # of Adam
+_BETAS, _EPS = (0.9, 0.999), 1e-8  # hyperparameters of Adam
 
 
 def make_mlp(widths: Sequence[int], seed: int) -> nn.Sequential:
-    """Linear layers of these widths with ReLU in between, on the CPU.
+    """Builds linear layers of these widths with ReLU in between, on the CPU.
 
-    They are initialized as `nn.Linear` is, but from the seed alone: torch's global generators are
-    left as they are.
+    They are initialized like `nn.Linear`, but from the seed alone: torch's global generators do not
+    change.
     """
     generator = torch.Generator().manual_seed(seed)
     layers: list[nn.Module] = []
@@ -30,14 +30,13 @@ def make_mlp(widths: Sequence[int], seed: int) -> nn.Sequential:
 
 
 class CarefulAdam:
-    """Adam that leaves out steps whose gradient, or its square, is not finite.
+    """An Adam optimizer that skips steps whose gradient, or its square, is not finite.
 
-    Such a step, from rewards of 1e30 say, would leave NaN in the parameters, or infinities in the
-    moments, for good. The choice is made where the parameters are, so that nothing waits for a
-    device.
+    Such a step, for example from rewards of 1e30, would permanently leave NaN in the parameters or
+    infinities in the moments. The check is on the parameters' device, so that nothing waits for it.
 
     Args:
-        parameters: What is optimized.
+        parameters: Parameters to optimize.
         lr: Learning rate.
     """
 
@@ -48,7 +47,7 @@ class CarefulAdam:
         self.steps = self.parameters[0].new_zeros(())
 
     def step(self, loss: Tensor, when: Tensor | bool = True) -> None:
-        """Takes one step down the loss, or none where the boolean `when`, a scalar, is false."""
+        """Takes one step to minimize the loss, or none if the scalar boolean `when` is false."""
         gradients = torch.autograd.grad(loss, self.parameters)
         with torch.no_grad():
             finite = torch.stack([g.square().sum() for g in gradients]).isfinite().all() & when
@@ -66,11 +65,11 @@ class CarefulAdam:
                 parameter.sub_(self.lr * taken * change)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the moments, and the number of steps taken."""
+        """Returns the moments and the number of steps taken."""
         return deepcopy({name: getattr(self, name) for name in ("means", "squares", "steps")})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there, on the device of the parameters."""
+        """Restores a state that `state_dict` returned, on the device of the parameters."""
         with torch.no_grad():
             for own, saved in zip(self.means, state["means"], strict=True):
                 own.copy_(saved)

@@ -1,4 +1,4 @@
-"""A replay buffer with priorities for rows that are mixed from two."""
+"""A replay buffer with priorities for mixed pairs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _REMEDY = "fold pairs by a transform that writes it, such as PairMixup, and keep
 
 
 class PairPrioritizedReplayBuffer(TensorDictReplayBuffer):
-    """A `TensorDictReplayBuffer` whose priorities reach both members of a mixed pair.
+    """A `TensorDictReplayBuffer` that updates the priorities of both rows of a mixed pair.
 
-    Its sampler is a `PrioritizedNeighborPairSampler`, its transform a fold that writes
-    `"mixup_weight"`, such as `PairMixup`. It takes the arguments of `TensorDictReplayBuffer`.
+    Its sampler is a `PrioritizedNeighborPairSampler`, and its transform a fold that writes
+    `"mixup_weight"`, such as `PairMixup`. The arguments are those of `TensorDictReplayBuffer`.
 
-    - A batch carries one importance weight for each mixed row, `"priority_weight"` of shape `[B]`:
-      `w * anchor's + (1 - w) * partner's`. Without a fold it is `[B, 2]`, as the sampler drew it.
-    - `update_tensordict_priority(batch)` gives both members their share of a new TD error.
+    - A batch has one importance weight for each mixed row, `"priority_weight"` of shape `[B]`:
+      `w * anchor's + (1 - w) * partner's`. Without a fold it is `[B, 2]`, as the sampler draws it.
+    - `update_tensordict_priority(batch)` updates the priorities of both rows from the new TD error.
 
     Examples:
         >>> import torch
@@ -60,7 +60,7 @@ class PairPrioritizedReplayBuffer(TensorDictReplayBuffer):
 
         @property
         def sampler(self) -> PrioritizedNeighborPairSampler:
-            """The sampler of the buffer."""
+            """Returns the sampler of the buffer."""
             ...
 
     def sample(
@@ -69,10 +69,10 @@ class PairPrioritizedReplayBuffer(TensorDictReplayBuffer):
         return_info: bool = False,
         include_info: bool | None = None,
     ) -> Any:
-        """Returns a batch of mixed rows, with one importance weight for each."""
+        """Draws a batch of mixed rows, with one importance weight for each."""
         batch, info = super().sample(batch_size, return_info=True, include_info=include_info)
         both = info.get("priority_weight")
-        if both is not None and batch.shape == both.shape[:-1]:  # else the pairs were not folded
+        if both is not None and batch.shape == both.shape[:-1]:  # the pairs were folded
             weight = _one_per_row(batch, "mixup_weight", _REMEDY).reshape(batch.shape)
             folded = mix(both[..., 0], both[..., 1], weight.to(both.device))
             info = {**info, "priority_weight": folded}
@@ -81,23 +81,23 @@ class PairPrioritizedReplayBuffer(TensorDictReplayBuffer):
         return (batch, info) if return_info else batch
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Gives both members of each pair their share of a new TD error.
+        """Updates the priorities of both rows of each pair from the TD errors of a batch.
 
-        The errors under `priority_key`, `[B]` or `[B, 1]`, finite and at least 0, are those of the
-        mixed rows of a batch from `sample()`, which carries `"index"` and `"mixup_weight"`. For an
-        error `p`, a member's priority moves from `old` to
+        The batch comes from `sample()` and has `"index"` and `"mixup_weight"`. The errors of its
+        mixed rows are under `priority_key`, `[B]` or `[B, 1]`, finite and at least 0. For an error
+        `p`, the priority of a row changes from `old` to
 
         - `w * p + (1 - w) * old` for the anchor,
         - `(1 - w) * p + w * old` for the partner.
 
-        Both are priorities as they were given: TorchRL keeps `(priority + eps) ** alpha`, which is
-        undone to read `old` and applied once to what is written. Where nothing was mixed (`w` is 1,
-        or there was no partner) the anchor gets `p` and the partner is left as it is. A position
-        that occurs several times in the batch, as anchor or partner, gets the mean of what it would
-        get each time, all from the same `old`.
+        Priorities here are the given ones: TorchRL stores `(priority + eps) ** alpha`, which is
+        inverted to read `old` and applied once when writing. If a pair was not mixed (`w` is 1, or
+        there was no partner), the anchor gets `p` and the partner's priority does not change. A
+        position that occurs several times in the batch, as anchor or partner, gets the mean of all
+        its updates, each computed from the same `old`.
 
-        Rows whose `"index"` is `[B]`, such as what `extend` returned, are no pairs: they get the
-        error itself, as in TorchRL.
+        Rows whose `"index"` is `[B]`, such as the index that `extend` returns, are not pairs: they
+        get the error itself, as in TorchRL.
         """
         index = _entry(data, "index", "give a batch as `sample()` returned it")
         if index.shape == data.shape and data.ndim < 2:
@@ -127,7 +127,7 @@ def _entry(data: TensorDictBase, key: NestedKey, remedy: str) -> Tensor:
 
 
 def _one_per_row(data: TensorDictBase, key: NestedKey, remedy: str) -> Tensor:
-    """Returns the entry of a batch `[*B]` under `key`, flat."""
+    """Returns the entry of a batch `[*B]` under `key`, flattened."""
     entry = _entry(data, key, remedy)
     if entry.numel() != data.numel():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The types of `make_replay_buffer`: what it takes, and which sampler its buffer has."""
+"""Types for `make_replay_buffer`: its options, and the sampler of its buffer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nmer_torchrl.neighbors import SearchOption
 
 TransformOption: TypeAlias = Transform | Callable[[TensorDictBase], TensorDictBase]
 
-# The names of the methods, by what the sampler of their buffer is.
+# The names of the methods, by the type of their buffer's sampler.
 Single = Literal["uniform", "s4rl", "ras"]
 Prioritized = Literal["per"]
 Spread = Literal["noisy"]
@@ -48,7 +48,7 @@ MethodName = Literal[
 
 
 class BufferOptions(TypedDict, total=False):
-    """The keyword arguments of `make_replay_buffer` for a method that is an object."""
+    """The keyword arguments of `make_replay_buffer` for a method object."""
 
     batch_size: Required[int]
     capacity: int | None
@@ -62,7 +62,7 @@ class BufferOptions(TypedDict, total=False):
 
 
 class NamedOptions(BufferOptions, total=False):
-    """The keyword arguments of `make_replay_buffer` for a method by its name: its options too."""
+    """The keyword arguments of `make_replay_buffer` for a method's name, with its options."""
 
     keys: Sequence[NestedKey]
     value_keys: Sequence[NestedKey]
@@ -99,5 +99,5 @@ if TYPE_CHECKING:
 
         @property
         def sampler(self) -> S:
-            """The sampler of the buffer."""
+            """Returns the sampler of the buffer."""
             ...

@@ -1,4 +1,4 @@
-"""How true a replay method's transitions are."""
+"""Measures how close a replay method's transitions are to the simulator's."""
 
 from nmer_torchrl.diagnostics.manifold import ManifoldError, manifold_error
 

@@ -1,4 +1,4 @@
-"""Does the simulator do what a mixed transition says?"""
+"""Compares mixed transitions with the simulator."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ STATE_KEYS: tuple[NestedKey, NestedKey] = ("qpos", "qvel")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ManifoldError:
-    """How far transitions are from what the simulator does; see `manifold_error`.
+    """The distance of transitions from the simulator's outcomes; see `manifold_error`.
 
     Attributes:
-        state: `[n]`, float64: of the next observation. NaN in rows that were left out.
-        reward: `[n]`, float64: of the reward. NaN in the same rows.
-        dimensions: `[n, d]`: the same for each dimension of the next observation, with its sign.
-        floor: That of the unmixed anchors, if they were given.
+        state: `[n]`, float64: error of the next observation. NaN in rows that were left out.
+        reward: `[n]`, float64: error of the reward. NaN in the same rows.
+        dimensions: `[n, d]`: signed error of each dimension of the next observation.
+        floor: The error of the unmixed anchors, if they were given.
 
     Examples:
         >>> import torch
@@ -44,17 +44,17 @@ class ManifoldError:
 
     @property
     def mean_state(self) -> float:
-        """Mean error of the next observation over the rows that were not left out."""
+        """Returns the mean error of the next observation over the rows that were not left out."""
         return float(self.state.nanmean())
 
     @property
     def mean_reward(self) -> float:
-        """Mean error of the reward over the rows that were not left out."""
+        """Returns the mean error of the reward over the rows that were not left out."""
         return float(self.reward.nanmean())
 
     @property
     def left_out(self) -> int:
-        """Number of rows whose state is not known, or from which the simulation is not stable."""
+        """Returns the number of rows with an unknown state or an unstable simulation."""
         return int(self.state.isnan().sum())
 
     def __repr__(self) -> str:
@@ -76,43 +76,44 @@ def manifold_error(
     value_keys: Sequence[NestedKey] = VALUE_KEYS,
     state_keys: tuple[NestedKey, NestedKey] = STATE_KEYS,
 ) -> ManifoldError:
-    """Puts the simulator into the state of each transition, steps it, and compares.
+    """Sets the simulator to the state of each transition, steps it, and compares the outcomes.
 
-    For a transition `(s, a, r, s')` and the simulator's own `(r*, s*)` from `s` and `a`,
+    For a transition `(s, a, r, s')` and the simulator's outcome `(r*, s*)` from `s` and `a`,
 
         state  = sqrt(mean over dimensions j of ((s'_j - s*_j) / std_j) ** 2)
         reward = |r - r*| / std_r
 
-    where the standard deviations are those of next observations and rewards among `reference`: an
-    error of 1 is as large as the spread of what was seen. A dimension that does not vary counts as
-    it is. The floor is the error of transitions that were not mixed, by the same path: it is what
-    rounding, and what the simulator remembers beyond positions and velocities, account for. It is
-    about 1e-7 for observations in float32, but for the reward of Ant, 0.003, and those of Humanoid
-    and Reacher-v4, below 0.001, which read positions that lag behind the joints.
+    where the standard deviations are those of next observations and rewards in `reference`. An
+    error of 1 is one standard deviation. A constant dimension is not scaled. The floor is the same
+    error of transitions that were not mixed. It comes from rounding, and from simulator state
+    beyond positions and velocities. It is about 1e-7 for observations in float32. The rewards of
+    Ant (0.003), Humanoid and Reacher-v4 (below 0.001) have a larger floor, because they read
+    positions that lag behind the joints.
 
-    The state comes from the observation where that determines it: on Ant, HalfCheetah, Hopper,
-    Humanoid, HumanoidStandup, InvertedDoublePendulum, InvertedPendulum, Reacher, Swimmer and
-    Walker2d, v4 and v5, and on Pendulum and MountainCarContinuous. Hopper, Walker2d and
-    InvertedDoublePendulum show no velocity beyond 10, and Reacher does not tell by which side its
-    elbow went beyond its limit: such rows are taken from `state_keys` where these are stored, and
-    else left out. Any other of Gymnasium's MuJoCo tasks needs `state_keys` for all rows; Pusher
-    does, since it hides a velocity. A mixed sine and cosine stand for the angle in their direction,
-    a mixed quaternion for the rotation in its own.
+    The state is recovered from the observation where that determines it: on Ant, HalfCheetah,
+    Hopper, Humanoid, HumanoidStandup, InvertedDoublePendulum, InvertedPendulum, Reacher, Swimmer
+    and Walker2d, v4 and v5, and on Pendulum and MountainCarContinuous. Hopper, Walker2d and
+    InvertedDoublePendulum clip velocities at 10, and Reacher does not show on which side its elbow
+    exceeded its limit. Such rows are read from `state_keys` if these are stored, and left out
+    otherwise. Gymnasium's other MuJoCo tasks need `state_keys` for all rows, such as Pusher, which
+    hides a velocity. A mixed sine and cosine are read as the angle in their direction, a mixed
+    quaternion as the rotation in its direction.
 
     Args:
-        env_id: The task, such as `"HalfCheetah-v5"`, with its default settings.
-        transitions: `[n]` rows, mixed ones or others.
+        env_id: Id of the task, such as `"HalfCheetah-v5"`, with its default settings.
+        transitions: `[n]` rows, mixed or not.
         anchors: Rows that were not mixed, for the floor.
 
     Keyword Args:
-        reference: Rows whose spread is the measure; the anchors unless given, or else the
-            transitions. Give the same to compare several methods: mixing shrinks a spread.
-        action_bounds: Range of the actions in the rows, such as (-1, 1), where they were rescaled
-            to it; `None` if they are in the task's own.
-        keys: The observation and the action.
-        value_keys: The next observation and the reward.
-        state_keys: Positions and velocities of all joints. For a buffer to mix them, name them
-            among its `value_keys`.
+        reference: Rows whose standard deviations scale the errors. Default: the anchors, or the
+            transitions without anchors. Use the same rows to compare several methods, since mixing
+            reduces the standard deviations.
+        action_bounds: Range to which the actions in the rows were rescaled, such as (-1, 1); `None`
+            if they are in the task's own range.
+        keys: Entries of the observation and the action.
+        value_keys: Entries of the next observation and the reward.
+        state_keys: Entries of the positions and velocities of all joints. To mix them in a buffer,
+            add them to its `value_keys`.
 
     Examples:
         >>> from torchrl.envs import DoubleToFloat, TransformedEnv
@@ -144,7 +145,7 @@ def manifold_error(
 
 @dataclass(frozen=True)
 class _Names:
-    """Where the parts of a transition are."""
+    """Holds the keys of the parts of a transition."""
 
     observation: NestedKey
     action: NestedKey
@@ -202,7 +203,7 @@ def _compare(
 
 
 def _states(simulator: Simulator, rows: TensorDictBase, names: _Names) -> Recovered:
-    """States `[n, s]` of the rows, and which of them are known."""
+    """Returns the states `[n, s]` of the rows, and which of them are known."""
     env_id, size = simulator.env_id, simulator.state_size
     task = env_id.rpartition("/")[2].rpartition("-v")[0]
     observation = _read(rows, names.observation, simulator.observation_size, env_id)
@@ -227,7 +228,7 @@ def _states(simulator: Simulator, rows: TensorDictBase, names: _Names) -> Recove
 
 
 def _read(rows: TensorDictBase, key: NestedKey, size: int | None, env_id: str) -> Array:
-    """An entry of `[n]` rows as `[n, size]`, float64; any size is fine where none is given."""
+    """Returns an entry of `[n]` rows as `[n, size]` in float64; checks the size if it is given."""
     if rows.ndim != 1:
         raise ValueError(
             f"The transitions come in a batch of shape {tuple(rows.shape)}, but a vector of rows "
@@ -253,7 +254,7 @@ def _check_size(given: int, size: int, key: NestedKey, env_id: str) -> None:
 
 
 def _scale(rows: TensorDictBase, key: NestedKey) -> Tensor:
-    """One over the standard deviation of each dimension; 1 where it does not vary."""
+    """Returns the reciprocal standard deviation of each dimension; 1 if it is constant."""
     entry = _double(rows, key)
     entry = entry[entry.isfinite().all(1)]
     if not len(entry):

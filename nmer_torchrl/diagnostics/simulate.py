@@ -1,4 +1,4 @@
-"""A task that can be put into any state, for one step."""
+"""Steps a task from any given state."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ Array = np.ndarray
 
 
 class Simulator:
-    """Steps a Gymnasium task, MuJoCo's or a classic one, from given states.
+    """Steps a Gymnasium task, MuJoCo or classic, from given states.
 
-    Each row starts from cleared data, so that what comes out does not depend on the rows before it.
-    Two things remain which a state of positions and velocities does not hold. MuJoCo's solver
-    starts from the accelerations of the step before, which matters as far as it has not converged.
-    And the rewards of Ant, Humanoid and Reacher-v4 read positions of bodies from before the step,
-    which in an episode lag behind the joints by a part of MuJoCo's last integration step.
+    Each row starts from cleared data, so that results do not depend on earlier rows. Positions and
+    velocities do not hold two parts of the state. First, MuJoCo's solver starts from the
+    accelerations of the last step, which matters as far as it has not converged. Second, the
+    rewards of Ant, Humanoid and Reacher-v4 read body positions from before the step, which in an
+    episode lag behind the joints by a part of MuJoCo's last integration step.
 
     Args:
-        env_id: Such as `"HalfCheetah-v5"`.
-        action_bounds: Range of the actions given, mapped to that of the task; `None` if they are in
-            the task's own.
+        env_id: Id of the task, such as `"HalfCheetah-v5"`.
+        action_bounds: Range of the given actions, which is mapped to the task's range; `None` if
+            they are in the task's own range.
     """
 
     def __init__(self, env_id: str, action_bounds: tuple[float, float] | None = None) -> None:
@@ -50,10 +50,10 @@ class Simulator:
             self.state_size = len(self._task.state)
 
     def step(self, states: Array, actions: Array) -> tuple[Array, Array, Array]:
-        """One step from states `[n, s]` with actions `[n, a]`.
+        """Takes one step from states `[n, s]` with actions `[n, a]`.
 
-        Returns next observations `[n, d]`, rewards `[n]`, and whether the simulation was stable,
-        boolean `[n]`.
+        Returns next observations `[n, d]`, rewards `[n]`, and booleans `[n]`: whether the
+        simulation was stable.
         """
         observations = np.full((len(states), self.observation_size), np.nan)
         rewards = np.full(len(states), np.nan)
@@ -81,15 +81,15 @@ class Simulator:
 
         model, data = self._task.model, self._task.data
         mujoco.mj_resetData(model, data)
-        data.ctrl[:] = action  # so that the solver starts from the right accelerations
+        data.ctrl[:] = action  # the solver then starts from the right accelerations
         self._task.set_state(state[: model.nq], state[model.nq :])
 
     def _is_stable(self) -> bool:
-        """Whether MuJoCo had nothing to warn of; where numbers overflow it starts afresh."""
+        """Returns whether MuJoCo gave no warning; it resets the simulation if numbers overflow."""
         return not self._mujoco or not self._task.data.warning.number.any()
 
     def close(self) -> None:
-        """Frees the task."""
+        """Closes the task."""
         self._task.close()
 
 
@@ -103,7 +103,7 @@ def _make_task(env_id: str) -> Any:
         ) from None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that v4 is old is why one asks for it
+            warnings.simplefilter("ignore")  # v4 is outdated, but was chosen on purpose
             task: Any = gymnasium.make(env_id, disable_env_checker=True).unwrapped
     except gymnasium.error.DependencyNotInstalled as error:
         raise ImportError(f"{env_id} cannot be made: {error}.") from None

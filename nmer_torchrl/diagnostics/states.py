@@ -1,4 +1,4 @@
-"""The state of a task from its observation, where that determines it."""
+"""Recovers the state of a task from its observation, where that determines it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 Array = np.ndarray
-_CLIPPED = 10.0  # Gymnasium shows no greater velocity of the tasks that have a bound
+_CLIPPED = 10.0  # limit at which Gymnasium clips velocities in some tasks
 _ELBOW = 3.0  # limit of the second angle of Reacher
 
 
@@ -17,7 +17,7 @@ class Recovered(NamedTuple):
 
     Attributes:
         states: `[n, s]`: positions and velocities of all joints, in the simulator's order.
-        known: Boolean `[n]`.
+        known: Boolean `[n]`: whether the observation determines the state.
     """
 
     states: Array
@@ -28,11 +28,11 @@ Recovery = Callable[[Array], Recovered]
 
 
 def _joints(positions: int, velocities: int, *, hidden: int, bound: float = np.inf) -> Recovery:
-    """Of tasks that show their joints as they are, positions first, velocities next.
+    """Builds the recovery for tasks that show their joints directly, positions then velocities.
 
-    `hidden` first positions are not shown: those of the root on the plane, on which neither the
-    dynamics nor the reward, a difference, depends. They are 0 here. What else is shown (contact
-    forces, inertias) follows from the step that led there, and is no part of the state.
+    The first `hidden` positions are not shown: those of the root on the plane. Neither the dynamics
+    nor the reward, a difference, depends on them, so they are 0 here. Other entries (contact
+    forces, inertias) follow from the last step and are not part of the state.
     """
 
     def recover(observation: Array) -> Recovered:
@@ -44,23 +44,23 @@ def _joints(positions: int, velocities: int, *, hidden: int, bound: float = np.i
 
 
 def _double_pendulum(observation: Array) -> Recovered:
-    """Cart, sines and cosines of two angles, three velocities, forces."""
+    """Recovers it from the cart, sines and cosines of two angles, three velocities, and forces."""
     cart, sine, cosine, velocity = np.split(observation, [1, 3, 5, 8], 1)[:4]
     states = np.concatenate([cart, np.arctan2(sine, cosine), velocity], 1)
     return Recovered(states, (np.abs(velocity) < _CLIPPED).all(1))
 
 
 def _reacher(observation: Array) -> Recovered:
-    """Cosines and sines of two angles, the target, two velocities, the way to the target."""
+    """Recovers it from cosines and sines of two angles, target, velocities, way to the target."""
     cosine, sine, target, velocity = np.split(observation, [2, 4, 6, 8], 1)[:4]
     angle, still = np.arctan2(sine, cosine), np.zeros_like(target)  # targets do not move
     states = np.concatenate([angle, target, velocity, still], 1)
-    # An elbow beyond its limit may be there from either side: limits are soft, and it passes pi.
+    # An elbow beyond its limit may have come from either side: limits are soft, and it passes pi.
     return Recovered(states, np.abs(angle[:, 1]) <= _ELBOW)
 
 
 def _pendulum(observation: Array) -> Recovered:
-    """Cosine, sine, velocity."""
+    """Recovers it from cosine, sine and velocity."""
     cosine, sine, velocity = np.split(observation, 3, 1)
     return _all_known(np.concatenate([np.arctan2(sine, cosine), velocity], 1))
 
@@ -69,7 +69,7 @@ def _all_known(states: Array) -> Recovered:
     return Recovered(states, np.ones(len(states), dtype=bool))
 
 
-# By the name of the task without its version; those of v4 and v5 are alike.
+# By the task's name without its version; v4 and v5 are the same here.
 RECOVERIES: dict[str, Recovery] = {
     "Ant": _joints(15, 14, hidden=2),
     "HalfCheetah": _joints(9, 9, hidden=1),
@@ -84,7 +84,7 @@ RECOVERIES: dict[str, Recovery] = {
     "Swimmer": _joints(5, 5, hidden=2),
     "Walker2d": _joints(9, 9, hidden=1, bound=_CLIPPED),
 }
-# Why the observation of another task says too little.
+# Reasons why the observation of another task does not determine its state.
 REASONS: dict[str, str] = {
     "Pusher": "its observation leaves out the velocity of the object that is pushed",
 }

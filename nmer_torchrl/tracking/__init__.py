@@ -1,7 +1,7 @@
-"""Tracking: what a storage holds now, kept up with every write.
+"""Tracks the rows of a storage, and statistics of them, through every write.
 
-`StoredRows` follows a storage and tells which rows have changed. Statistics, covariances, spreads
-and the order of time are built on it.
+`StoredRows` follows a storage and reports which rows have changed. Statistics, covariances,
+standard deviations and the temporal order of rows build on it.
 """
 
 from nmer_torchrl.tracking.rows import StoredRows

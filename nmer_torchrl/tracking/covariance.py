@@ -1,4 +1,4 @@
-"""Correlation of what is stored now, under additions and removals."""
+"""Tracks the correlation of a set of points as points are added and removed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ _CHUNK = 65_536
 
 
 class RunningCovariance:
-    """Mean, standard deviation and correlation of a changing set of points.
+    """Tracks mean, standard deviation and correlation of a changing set of points.
 
-    Mean and deviation are those of `RunningStandardizer`, exact whatever was added and removed. The
-    products of dimensions are summed in float64 alone, since more would cost too much, with a bound
-    on the rounding that has gathered: when `doubt` is large, `recompute` from the points that are
-    there. With data of one size that is once in millions of updates; it is at once when wide data
-    has been replaced by narrow data. All of it is on the CPU, wherever the points are: points are
-    copied there as they come.
+    Mean and standard deviation are those of `RunningStandardizer`. The products of dimensions are
+    summed only in float64, since more digits would cost too much, with a bound on the accumulated
+    rounding error. When `doubt` is large, call `recompute` with the current points. For data of a
+    constant magnitude this is needed once in millions of updates; it is needed at once when widely
+    spread data was replaced by narrow data. All state is on the CPU, and points are copied there.
 
     Args:
         d: Number of dimensions.
@@ -44,24 +43,24 @@ class RunningCovariance:
         d = self.moments.d
         self._shift: Tensor | None = None
         self._products = torch.zeros(d, d, dtype=torch.float64)  # sum of y y^T, y = x - shift
-        self._error = torch.zeros(d, dtype=torch.float64)  # of the sums of y**2, at worst
+        self._error = torch.zeros(d, dtype=torch.float64)  # bound on the error of the sums of y**2
 
     @property
     def count(self) -> int:
-        """Number of points."""
+        """Returns the number of points."""
         return self.moments.count
 
     def replace(self, points: Tensor, before: Tensor) -> None:
-        """Adds the points `[n, d]` and takes out `[m, d]` that were added before.
+        """Adds the points `[n, d]` and removes `[m, d]` points that were added before.
 
-        Rows with a non-finite number count for nothing on either side.
+        Rows with a non-finite number are ignored in both.
         """
         self.moments.replace(points, before)
         self._accumulate(points, 1.0)
         self._accumulate(before, -1.0)
 
     def recompute(self, points: Tensor) -> None:
-        """Takes the points `[n, d]` that are there anew; non-finite rows count for nothing."""
+        """Computes everything again from the points `[n, d]`; ignores non-finite rows."""
         self.moments.recompute(points)
         self._clear()
         self._shift = self.moments.mean
@@ -82,7 +81,7 @@ class RunningCovariance:
 
     @property
     def doubt(self) -> float:
-        """A bound on the rounding in any correlation, and in the moments."""
+        """Returns a bound on the rounding error in any correlation and in the moments."""
         std, varies = self.moments.std, self.moments.std > 0
         if not varies.any() or self._shift is None:
             return self.moments.doubt
@@ -91,7 +90,7 @@ class RunningCovariance:
         return max(float((error[varies] / std[varies].square()).max()), self.moments.doubt)
 
     def correlation(self) -> Tensor:
-        """`[d, d]`, float64; a dimension that does not vary has no correlation with any other."""
+        """Returns the correlation `[d, d]`, float64; constant dimensions have none with others."""
         std = self.moments.std
         if self.count == 0 or self._shift is None:
             return torch.eye(len(std), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Following a storage: which rows have changed since they were last looked at."""
+"""Follows a storage and reports which rows have changed since the last call."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from nmer_torchrl.functional import as_rows
 from nmer_torchrl.keys import as_keys, get_continuous, read_features, read_points
 
 _CHUNK = 65_536
-_MANY = 4_096  # announcements before they are gathered into one
+_MANY = 4_096  # number of announcements after which they are merged
 
 
 class StoredRows:
-    """The rows of a storage as points, read when they have changed.
+    """Reads the changed rows of a storage as points.
 
-    The buffer announces most writes (`announce`), and those rows alone are read again. Any other
-    write (`rb[i] = ...`, another process, a storage that was filled before, a checkpoint) shows in
-    the storage's revision or length without telling which rows it touched: then all rows are read.
+    The buffer announces most writes (`announce`), and only those rows are read again. Any other
+    write (`rb[i] = ...`, another process, a storage that was filled before, a checkpoint) changes
+    the storage's revision or length without saying which rows it changed. Then all rows are read.
 
     Args:
-        keys: The entries that make up a point.
-        value_keys: Entries that must be finite, too, for a row to be usable.
-        feature: What makes points of rows instead; the `keys` must be finite all the same.
+        keys: Entries that form a point.
+        value_keys: Further entries that must be finite for a row to be usable.
+        feature: Function that maps rows to points instead. The `keys` must still be finite.
     """
 
     def __init__(
@@ -46,45 +46,45 @@ class StoredRows:
         self.forget()
 
     def forget(self) -> None:
-        """Takes every row as unread, of whichever storage comes next."""
-        self._storage: weakref.ref[Storage] | None = None  # whose rows these are
-        self._revision: int | None = None  # up to here, every change has been read or announced
-        self.length = 0  # rows that are stored
+        """Marks every row as unread, and accepts another storage."""
+        self._storage: weakref.ref[Storage] | None = None  # the storage of the rows
+        self._revision: int | None = None  # all changes up to it have been read or announced
+        self.length = 0  # number of stored rows
         self.device = torch.device("cpu")
-        self.partial = False  # whether the changes at hand are announced rows, not all rows
+        self.partial = False  # whether `changes` yields only announced rows, not all rows
         self._announced: list[Tensor] = []
 
     @property
     def storage(self) -> Storage | None:
-        """The storage that is followed."""
+        """Returns the storage that is followed."""
         return None if self._storage is None else self._storage()
 
     def follows_another(self, storage: Storage) -> bool:
-        """Whether rows of another storage are known, which are then to be forgotten."""
+        """Returns whether the known rows belong to another storage."""
         return self._storage is not None and self._storage() is not storage
 
     def announce(self, index: int | Tensor, storage: Storage | None) -> None:
-        """Notes that these positions have been written, by the last write so far."""
+        """Records that the latest write changed these positions."""
         if storage is None and (storage := self.storage) is None:
             return
         if self._storage is None:
             check_layout(storage)
             self._storage = weakref.ref(storage)
         if self._revision is None or self.follows_another(storage):
-            return  # everything will be read anyway
+            return  # all rows will be read anyway
         self._announced.append(written_positions(index, storage))
         if len(self._announced) > _MANY:
             self._announced = [torch.cat(self._announced).unique()]
         now = _compat.revision(storage)
-        if now == self._revision + 1:  # it is the only write since then
+        if now == self._revision + 1:  # there was no other write since then
             self._revision = now
 
     def changes(self, storage: Storage) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pairs of positions `[n]` and points `[n, d]` that may have changed since the last call.
+        """Yields positions `[n]` and points `[n, d]` that may have changed since the last call.
 
-        Positions ascend and are on the CPU, so that looking at them never waits for a device; the
-        points are where the rows are. NaN where a row is not usable or no longer there. If the
-        caller stops early the same changes come again.
+        Positions ascend and are on the CPU, so that reading them never waits for a device. Points
+        are on the device of the rows. They are NaN if a row is not usable or no longer stored. If
+        the caller stops early, the next call yields the same changes again.
         """
         revision, length = _compat.revision(storage), len(storage)
         self.partial = revision == self._revision and not self.follows_another(storage)
@@ -92,14 +92,14 @@ class StoredRows:
             return
         data = self._entries(storage)
         if self.partial:
-            # Rows may come into sight that no one announced: those that a storage held before.
+            # Includes rows that were never announced, because the storage already held them.
             appeared = torch.arange(self.length, length)
             changed = torch.cat([*self._announced, appeared])
             changed = changed.unique() if len(changed) > 1 else changed
         else:
             changed = torch.arange(max(length, self.length))
         self.length = max(length, self.length)
-        self._revision = None  # until the caller has taken everything
+        self._revision = None  # until the caller has consumed all changes
         there = int(torch.searchsorted(changed, length))
         for index in changed[:there].split(_CHUNK):
             if len(index):
@@ -112,7 +112,7 @@ class StoredRows:
         self._announced = []
 
     def _entries(self, storage: Storage) -> TensorDictBase:
-        """The stored entries, checked unless nothing but rows can have changed since."""
+        """Returns the stored entries, and validates them unless only rows can have changed."""
         if self.partial:
             return _compat.entries(storage)
         data = stored_entries(storage)
@@ -137,9 +137,10 @@ class StoredRows:
 
 
 def written_positions(index: int | Tensor, storage: Storage | None) -> Tensor:
-    """The positions that a writer announces, as a vector on the CPU; it declines a row by -1.
+    """Returns the positions that a writer announces, as a vector on the CPU, without -1.
 
-    A `PairStorage` on a device knows those that were written last.
+    Writers return -1 for rows that they skip. A `PairStorage` on a device keeps the last positions
+    on the CPU.
     """
     if not isinstance(index, Tensor):
         return torch.tensor([index] if index >= 0 else [], dtype=torch.int64)
@@ -149,7 +150,7 @@ def written_positions(index: int | Tensor, storage: Storage | None) -> Tensor:
 
 
 def check_layout(storage: Storage) -> None:
-    """Raises if the storage is of a kind that cannot be followed row by row."""
+    """Raises an error if the storage cannot be followed row by row."""
     name = type(storage).__name__
     if not isinstance(storage, TensorStorage):
         raise TypeError(
@@ -169,7 +170,7 @@ def check_layout(storage: Storage) -> None:
 
 
 def stored_entries(storage: Storage) -> TensorDictBase:
-    """The tensordict `[capacity]` inside a storage that holds at least one row."""
+    """Returns the tensordict `[capacity]` inside a storage that holds at least one row."""
     check_layout(storage)
     if not len(storage):
         raise RuntimeError("Cannot sample from an empty storage; extend the buffer first.")
@@ -183,7 +184,7 @@ def stored_entries(storage: Storage) -> TensorDictBase:
 
 
 def check_positions(index: Tensor, storage: Storage) -> Tensor:
-    """A vector of stored positions `[q]` as int64; raises if it is anything else."""
+    """Validates a vector of stored positions `[q]` and returns it as int64."""
     index = torch.as_tensor(index)
     if index.ndim != 1 or index.dtype not in (torch.int64, torch.int32):
         raise ValueError(

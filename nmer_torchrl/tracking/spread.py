@@ -1,4 +1,4 @@
-"""The spread of what a storage holds now, entry by entry."""
+"""Tracks the standard deviations of the rows in a storage, by entry."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from nmer_torchrl.tracking.standardize import RunningStandardizer
 
 
 class Spread:
-    """Population standard deviation of each dimension of some entries, in step with a storage.
+    """Tracks the population standard deviation of each dimension of some entries of a storage.
 
-    A sampler that hears of every write keeps it up, and a transform reads `std`. To know what an
-    overwritten row takes away it holds a copy of the entries. Rows with a non-finite entry do not
-    count.
+    A sampler that is notified of every write updates it, and a transform reads `std`. It holds a
+    copy of the entries, so that it can subtract overwritten rows. Rows with a non-finite entry do
+    not count.
 
     Keyword Args:
-        keys: The entries.
+        keys: Entries to track.
     """
 
     def __init__(self, *, keys: Sequence[NestedKey] = (*POINT_KEYS, *VALUE_KEYS)) -> None:
         self.rows = StoredRows(keys, ())
         self._reset()
-        self.std: dict[NestedKey, Tensor] = {}  # of rows of each entry; replaced, never changed
+        self.std: dict[NestedKey, Tensor] = {}  # by entry; replaced, never changed in place
 
     @property
     def keys(self) -> tuple[NestedKey, ...]:
-        """The entries."""
+        """Returns the tracked entries."""
         return self.rows.keys
 
     def _reset(self) -> None:
@@ -41,12 +41,12 @@ class Spread:
         self._table = PointTable()
 
     def clear(self) -> None:
-        """Has the next look read the whole storage; `std` stays until then."""
+        """Makes the next `synchronize` read the whole storage; `std` stays until then."""
         self.rows.forget()
         self._reset()
 
     def synchronize(self, storage: Storage) -> None:
-        """Takes up whatever has changed in the storage."""
+        """Reads all rows that have changed in the storage."""
         if self.rows.follows_another(storage):
             self.clear()
         changed = False

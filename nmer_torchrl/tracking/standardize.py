@@ -1,4 +1,4 @@
-"""Mean and spread of what is stored now, under additions and removals."""
+"""Tracks mean and standard deviation of a set of points as points are added and removed."""
 
 from __future__ import annotations
 
@@ -11,45 +11,44 @@ from torch import Tensor
 
 from nmer_torchrl.functional import finite_rows
 
-# A NumPy array on the CPU, where small ones cost a quarter of the time per operation; a tensor on
-# any other device. Both go through the same operations in the same order.
+# A NumPy array on the CPU, where operations on small arrays take a quarter of the time; a tensor on
+# any other device. Both use the same operations in the same order.
 Array = Any
 
 _SPLIT = 2.0**27 + 1.0  # Dekker's constant for float64
-_CONSTANT = 1e-8  # a spread below this share of the magnitude is rounding
-_LEAST = 1e-30  # a spread below this has a reciprocal that searches in float32 cannot multiply by
-_CANCELS = 1e-3  # a share of the square of the mean below which a variance asks for more care
-_ROUNDING = 64 * 2.0**-106  # of a sum in pairs of float64, as a share of what went into it
-_CHUNK = 512  # rows that stay in a processor's cache
+_CONSTANT = 1e-8  # a standard deviation below this share of the magnitude is rounding
+_LEAST = 1e-30  # below this, the reciprocal is too large for searches in float32
+_CANCELS = 1e-3  # a variance below this share of the squared mean needs the exact formula
+_ROUNDING = 64 * 2.0**-106  # relative error of a sum in pairs of float64
+_CHUNK = 512  # number of rows that fit into a processor's cache
 _DEVICE_CHUNK = 65_536
-DOUBT = 1e-9  # rounding in a variance, as a share of it, after which to compute it anew
-_LOOK = 256  # writes between two looks at numbers on a device, each of which waits for it
+DOUBT = 1e-9  # relative rounding error of a variance above which it is recomputed
+_LOOK = 256  # writes between two checks of numbers on a device, each of which waits for it
 
 
 def recompute_if_doubtful(statistics: Any, stored: Callable[[], Tensor]) -> None:
-    """Recomputes statistics from the stored points `[n, d]` if too much rounding has gathered."""
+    """Recomputes statistics from the stored points `[n, d]` if the rounding error is too large."""
     if statistics.doubt > DOUBT:
         statistics.recompute(stored())
 
 
 def looks_every(device: torch.device) -> int:
-    """Number of writes between two looks at numbers on that device: 1 where looking is free."""
+    """Returns the number of writes between two checks on a device; 1 where checks do not wait."""
     return 1 if device.type == "cpu" else _LOOK
 
 
 class RunningStandardizer:
-    """Population mean and standard deviation of a changing set of points, per dimension.
+    """Tracks the population mean and standard deviation of a changing set of points.
 
-    The sums behind them are kept to about 32 digits (pairs of float64), so that what is added and
-    later removed leaves nothing behind: after millions of updates the result equals a recomputation
-    from the points that remain, even when wide data has been replaced by narrow data. Where even
-    that is not enough, since a point of 1e30 has come and gone, `doubt` says so: then `recompute`
-    from the points that are there.
+    The sums have about 32 digits (pairs of float64), so that removed points leave no error behind:
+    after millions of updates the result equals a recomputation from the remaining points, even when
+    widely spread data was replaced by narrow data. If that is not enough, such as after a point of
+    1e30 was added and removed, `doubt` is large: call `recompute` with the current points.
 
     Args:
         d: Number of dimensions.
-        device: Where the sums are kept; the CPU unless given. On the device of the points,
-            `replace`, `mean`, `std` and `scale` never wait for it.
+        device: Device of the sums. Default: the CPU. If it is the device of the points, `replace`,
+            `mean`, `std` and `scale` never wait for it.
 
     Examples:
         >>> import torch
@@ -71,23 +70,23 @@ class RunningStandardizer:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets everything."""
-        self._count = self._zeros()  # of points
+        """Forgets all points."""
+        self._count = self._zeros()  # number of points
         self._shift: Array | None = None  # the mean of the first points
         self._sum = self._zeros(2, self.d)  # rows: sum of y and sum of y**2, with y = x - shift
-        self._rest = self._zeros(2, self.d)  # what float64 could not hold of them
-        self._error = self._zeros(self.d)  # of the sum of y**2, at worst
-        self._moments: tuple[Array, Array] | None = None  # mean and std, once they were asked for
-        self._scale: Tensor | None = None  # what `scale` returns, likewise
-        self._unchecked = 0  # calls that took points out since rounding was last looked at
+        self._rest = self._zeros(2, self.d)  # the parts of these sums beyond float64
+        self._error = self._zeros(self.d)  # bound on the error of the sum of y**2
+        self._moments: tuple[Array, Array] | None = None  # cached mean and std
+        self._scale: Tensor | None = None  # cached `scale`
+        self._unchecked = 0  # calls that removed points since rounding was last checked
 
     @property
     def count(self) -> int:
-        """Number of points."""
+        """Returns the number of points."""
         return int(self._count)
 
     def update(self, added: Tensor, removed: Tensor | None = None) -> None:
-        """Adds the points `[n, d]` and takes out `[m, d]` points that were added before."""
+        """Adds the points `[n, d]` and removes `[m, d]` points that were added before."""
         parts = {"added": added} if removed is None else {"added": added, "removed": removed}
         for name, points in parts.items():
             if points.ndim != 2 or points.shape[1] != self.d:
@@ -105,9 +104,9 @@ class RunningStandardizer:
         self.replace(added, added[:0] if removed is None else removed)
 
     def replace(self, points: Tensor, before: Tensor) -> None:
-        """Adds the points `[n, d]` and takes out `[m, d]` that were added before.
+        """Adds the points `[n, d]` and removes `[m, d]` points that were added before.
 
-        Rows with a non-finite number count for nothing on either side. Nothing is checked.
+        Rows with a non-finite number are ignored in both. The arguments are not checked.
         """
         size, step = max(len(points), len(before)), _CHUNK if self._xp is np else _DEVICE_CHUNK
         for start in range(0, size, step):
@@ -117,14 +116,14 @@ class RunningStandardizer:
         self._unchecked += len(before) > 0
 
     def recompute(self, points: Tensor) -> None:
-        """Takes the points `[n, d]` that are there anew; non-finite rows count for nothing."""
+        """Computes everything again from the points `[n, d]`; ignores non-finite rows."""
         self.clear()
         self.replace(points, points[:0])
 
     def settle(self, stored: Callable[[], Tensor]) -> None:
-        """Recomputes from the stored points `[n, d]` if too much rounding has gathered.
+        """Recomputes from the stored points `[n, d]` if the rounding error is too large.
 
-        Call it after `replace`. On a device it looks at every 256th, since a look waits.
+        Call it after `replace`. On a device it checks every 256th removal only; a check waits.
         """
         if self._unchecked >= looks_every(self.device):
             self._unchecked = 0
@@ -132,7 +131,10 @@ class RunningStandardizer:
 
     @property
     def doubt(self) -> float:
-        """A bound on the rounding in any variance, as a share of it or of what counts as none."""
+        """Returns a bound on the relative rounding error of any variance.
+
+        For a constant dimension it is relative to the smallest variance that would count.
+        """
         mean, std = self._mean_and_std()
         least = self._larger(self._larger(std, _CONSTANT * self._xp.abs(mean)), _LEAST)
         return float((self._error / least**2).max() / self._larger(self._count, 1.0))
@@ -146,7 +148,7 @@ class RunningStandardizer:
         if self._shift is None:
             self._shift = self._center(x, there[:, None])
         if xp is torch or not there.all():
-            x = xp.where(there[:, None], x, self._shift)  # which adds nothing
+            x = xp.where(there[:, None], x, self._shift)  # adds zero to the sums
         values = xp.stack([x, x], 1)
         rests = xp.empty_like(values)
         y, rest = _two_sum(x, -self._shift)
@@ -164,7 +166,7 @@ class RunningStandardizer:
         self._rest = self._rest + error + rest
 
     def _center(self, x: Array, there: Array) -> Array:
-        """The mean `[d]` of the rows that are there, 0 without any."""
+        """Returns the mean `[d]` of the finite rows, or 0 if there are none."""
         counted = self._xp.where(there, x, 0.0)
         return _exact_sum(counted, 0.0 * counted)[0] / self._larger(1.0 * there.sum(), 1.0)
 
@@ -181,20 +183,21 @@ class RunningStandardizer:
 
     @property
     def mean(self) -> Tensor:
-        """`[d]`, float64; zero while nothing is there."""
+        """Returns the mean `[d]` in float64; zero without points."""
         return self._tensor(self._mean_and_std()[0] + 0.0)
 
     @property
     def std(self) -> Tensor:
-        """`[d]`, float64, of the population; exactly zero where a dimension counts as constant."""
+        """Returns the population standard deviation `[d]` in float64; 0 for constant dimensions."""
         return self._tensor(self._mean_and_std()[1] + 0.0)
 
     @property
     def scale(self) -> Tensor:
-        """`[d]`, float64: `1 / std`, and 1 for a constant dimension; one tensor until an update.
+        """Returns `1 / std`, `[d]` in float64, and 1 for a constant dimension.
 
-        Where a constant is above 1e8 in magnitude it is the reciprocal of 1e-8 of that, the least
-        spread that would count: what rounding has left there would outweigh all else, or overflow.
+        It is the same tensor until an update. For a constant above 1e8 in magnitude it is the
+        reciprocal of 1e-8 times the magnitude, the smallest standard deviation that would count.
+        Otherwise rounding errors there would outweigh all other dimensions, or overflow.
         """
         if self._scale is None:
             mean, std = self._mean_and_std()
@@ -203,7 +206,7 @@ class RunningStandardizer:
         return self._scale
 
     def _mean_and_std(self) -> tuple[Array, Array]:
-        """Both `[d]`; never changed in place, and never given away."""
+        """Returns cached mean and standard deviation `[d]`, which must not be changed in place."""
         if self._moments is None:
             self._moments = self._compute_moments()
         return self._moments
@@ -214,7 +217,7 @@ class RunningStandardizer:
             return self._zeros(self.d), self._zeros(self.d)
         n = self._larger(self._count, 1.0)
         (first, second), (first_rest, second_rest) = self._sum, self._rest
-        # After large numbers have come and gone, what is left may be in the rests.
+        # After large numbers were added and removed, the result may be in the rests.
         offset = (first + first_rest) / n
         square = offset * offset
         variance = (second + second_rest) / n - square
@@ -232,7 +235,7 @@ class RunningStandardizer:
         return torch.where(none, 0.0, mean), torch.where(constant | none, 0.0, std)
 
     def _exact_moments(self, n: Array) -> tuple[Array, Array]:
-        """Mean and variance where the difference of two sums leaves few digits of either."""
+        """Returns mean and variance without the cancellation of the simple formula."""
         (first, second), (first_rest, second_rest) = self._sum, self._rest
         offset = first / n
         back, back_rest = _exact_product(offset, n)
@@ -246,14 +249,14 @@ class RunningStandardizer:
 
 
 def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """`a + b` rounded, and exactly what the rounding dropped (Knuth)."""
+    """Returns `a + b` rounded, and the exact rounding error (Knuth)."""
     total = a + b
     shadow = total - a
     return total, (a - (total - shadow)) + (b - shadow)
 
 
 def _exact_product(a: Array, b: Array) -> tuple[Array, Array]:
-    """`a * b` rounded, and exactly what the rounding dropped (Dekker)."""
+    """Returns `a * b` rounded, and the exact rounding error (Dekker)."""
     product = a * b
     a_high, a_low = _split(a)
     b_high, b_low = (a_high, a_low) if a is b else _split(b)
@@ -268,7 +271,7 @@ def _split(a: Any) -> tuple[Any, Any]:
 
 
 def _exact_sum(values: Array, rests: Array) -> tuple[Array, Array]:
-    """Sum over axis 0 of `values + rests` as a rounded sum and its rest, by halves."""
+    """Sums `values + rests` over axis 0 pairwise; returns the rounded sum and its rest."""
     while len(values) > 1:
         half = len(values) // 2
         total, error = _two_sum(values[:half], values[half : 2 * half])

@@ -137,7 +137,7 @@ class NeighborGraph(Search):
         return self._arrivals[0]
 
     def _insert(self, arrivals: Tensor) -> None:
-        """Removes the points that arrivals replaced from lists, and offers the arrivals to lists."""
+        """Removes the points that arrivals replaced from lists, and offers the arrivals to them."""
         self._arrivals, self._side, self._sample = [], None, None
         self._waits[arrivals] = self._complete = False
         if self._stale:
