@@ -44,14 +44,14 @@ def _joints(positions: int, velocities: int, *, hidden: int, bound: float = np.i
 
 
 def _double_pendulum(observation: Array) -> Recovered:
-    """Recovers it from the cart, sines and cosines of two angles, three velocities, and forces."""
+    """Recovers states from the cart, sines and cosines of two angles, velocities and forces."""
     cart, sine, cosine, velocity = np.split(observation, [1, 3, 5, 8], 1)[:4]
     states = np.concatenate([cart, np.arctan2(sine, cosine), velocity], 1)
     return Recovered(states, (np.abs(velocity) < _CLIPPED).all(1))
 
 
 def _reacher(observation: Array) -> Recovered:
-    """Recovers it from cosines and sines of two angles, target, velocities, way to the target."""
+    """Recovers states from cosines and sines of two angles, target, velocities and distance."""
     cosine, sine, target, velocity = np.split(observation, [2, 4, 6, 8], 1)[:4]
     angle, still = np.arctan2(sine, cosine), np.zeros_like(target)  # targets do not move
     states = np.concatenate([angle, target, velocity, still], 1)
@@ -60,7 +60,7 @@ def _reacher(observation: Array) -> Recovered:
 
 
 def _pendulum(observation: Array) -> Recovered:
-    """Recovers it from cosine, sine and velocity."""
+    """Recovers states from cosine, sine and velocity."""
     cosine, sine, velocity = np.split(observation, 3, 1)
     return _all_known(np.concatenate([np.arctan2(sine, cosine), velocity], 1))
 

@@ -33,7 +33,7 @@ from nmer_torchrl.tracking.rows import (
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _CHUNK = 65_536
-_FEW = 16  # up to so many new rows, comparing on the device is faster than reading them from it
+_FEW = 16  # number of new rows up to which comparing on the device is faster than reading them
 
 
 class SuccessorPairs(Pairing):

@@ -21,7 +21,7 @@ class RewardMean(Fold):
     source (Pilar von Pilchau et al., 2020) has discrete states. It stores extra transitions whose
     reward is the average over all transitions from the same state and action, one for each state
     that followed. Continuous states do not repeat, so here only the anchor's reward changes. It is
-    averaged with the reward of one near neighbor, chosen anew at each draw. Over many draws that is
+    averaged with the reward of one near neighbor, drawn again each time. Over many draws that is
     half the anchor's own reward and half the mean of its k nearest neighbors.
 
     As with `PairMixup`, the anchor is unchanged if either row is terminal or has a non-finite

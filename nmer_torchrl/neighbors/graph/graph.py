@@ -17,7 +17,7 @@ from nmer_torchrl.neighbors.graph.scaled_points import ScaledPoints
 from nmer_torchrl.neighbors.torch import TorchSearch
 
 _BLOCK = 128  # number of new points that justify a sweep
-_FEW = 2**22  # up to so many distances, computing them twice is the fastest way to a bound
+_FEW = 2**22  # number of distances up to which computing them twice is the fastest bound
 _SAMPLE = 1_024  # columns that bound the reach of a row without a list
 _RESCORE = 0.0015  # drift of the scale after which lists are reordered
 _REORDER = 0.02  # drift of the scale after which whole lists are reordered, not just their heads

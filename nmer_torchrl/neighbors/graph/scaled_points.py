@@ -15,7 +15,7 @@ from nmer_torchrl.neighbors.exact import relative_error
 
 _TILE = 2**20  # distances that a sweep computes at a time, so that they stay in the CPU's cache
 _GATHER = 2**19  # numbers that are gathered at a time, for the same reason
-_FEW = 2**16  # up to so many numbers, gathering in blocks does not pay off
+_FEW = 2**16  # amount of numbers below which gathering in blocks does not pay off
 _STATE = ("scale", "factors", "center", "offset", "largest", "varies", "constants")
 
 
