@@ -1,4 +1,4 @@
-"""CrossQ on a continuous task, with the replay method of your choice.
+"""Trains CrossQ on a continuous task, with the replay method of your choice.
 
 python recipes/crossq.py env=Walker2d                          # NMER
 python recipes/crossq.py env=Walker2d replay=uniform           # the baseline
@@ -7,8 +7,8 @@ python recipes/crossq.py env=Walker2d --cfg job                # every setting o
 
 Bhatt et al., *CrossQ: Batch Normalization in Deep Reinforcement Learning for Greater Sample
 Efficiency and Simplicity* (ICLR 2024): SAC without target networks, with batch renormalization in
-actor and critics and with wide critics. This file has the networks, the losses and the gradient
-step; the loop around them, which all agents share, is in nmer_recipes/training.py.
+actor and critics and with wide critics. This file defines the networks, the losses and the gradient
+step. nmer_recipes/training.py holds the training loop, which all agents share.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from torchrl.objectives import CrossQLoss
 class Network(nn.Sequential):
     """Linear layers, with batch renormalization of the inputs and after each activation.
 
-    Inputs are concatenated. They are a batch `[B, n]` or, other than `BatchRenorm1d` would have it,
-    a single row `[n]`.
+    Inputs are concatenated. They are a batch `[B, n]` or a single row `[n]`, which `BatchRenorm1d`
+    itself does not accept.
     """
 
     def __init__(self, cfg: DictConfig, inputs: int, cells: Sequence[int], outputs: int) -> None:
@@ -63,10 +63,10 @@ class Network(nn.Sequential):
 def make_agent(
     cfg: DictConfig, observations: int, actions: int, device: torch.device
 ) -> tuple[ProbabilisticActor, TensorDictModule, CrossQLoss]:
-    """Returns a squashed Gaussian policy, what draws from it, and two critics without targets.
+    """Returns a policy, a module that samples from it, and two critics without targets.
 
-    The networks are in evaluation mode: they normalize by running statistics wherever they act.
-    Gradient steps call them by `Functional`, which says itself when it trains.
+    The networks are in evaluation mode, so they normalize by running statistics when they act.
+    Gradient steps call them through `Functional`, which is told when it trains.
     """
     if cfg.batch_size < 2:
         raise UsageError(
@@ -86,18 +86,18 @@ def make_agent(
         action_spec=bounds(actions, device),
     ).to(device)
     loss.make_value_estimator(gamma=cfg.gamma)
-    loss.set_keys(done="terminated", terminated="terminated")  # a time limit ends no value
+    loss.set_keys(done="terminated", terminated="terminated")  # keep bootstrapping at time limits
     return actor, explorer, loss
 
 
 def make_losses(
     cfg: DictConfig, agent: CrossQLoss
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., dict[str, Tensor]]]:
-    """Returns the losses of the critics and of the actor, as functions of weights and batches.
+    """Returns the critic loss and the actor losses, as functions of weights and batches.
 
-    Each appends the running statistics that follow from its batch to `moved`.
+    Each appends to `moved` the running statistics after its batch.
     """
-    # Plain numbers: `torch.compile` cannot follow the config.
+    # Read plain numbers here: `torch.compile` cannot trace the config.
     gamma, target_entropy = cfg.gamma, float(agent.target_entropy)
     distance = DISTANCES[cfg.critic_loss]
     actor = Functional(agent.actor_network[0].module)
@@ -106,10 +106,10 @@ def make_losses(
     def critic_loss(
         weights: Weights, batch: Batch, noise: Tensor, moved: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Returns the loss, summed over critics, and the rows' absolute errors, averaged over them.
+        """Returns the loss, summed over critics, and each row's mean absolute error over critics.
 
-        Rows and what follows them go through the critics as one batch `[2 * B]`, which is
-        normalized as a whole. The noise `[B, actions]` is standard normal.
+        Current and next rows go through the critics as one batch `[2 * B]`, which is normalized as
+        a whole. The noise `[B, actions]` is standard normal.
         """
         (log_alpha,) = weights.log_alpha
         with torch.no_grad():
@@ -133,7 +133,7 @@ def make_losses(
     def actor_losses(
         weights: Weights, batch: Batch, noise: Tensor, moved: list[Tensor]
     ) -> dict[str, Tensor]:
-        """Returns the losses of actor and entropy coefficient, the latter and the entropy."""
+        """Returns the losses of actor and entropy coefficient, the entropy and the coefficient."""
         (log_alpha,) = weights.log_alpha
         alpha = log_alpha.detach().exp()
         parameters = actor(weights.actor, batch.observation, weights.actor_statistics, moved)
@@ -152,7 +152,7 @@ def make_losses(
 
 
 class State(NamedTuple):
-    """What a step moves in place."""
+    """The tensors that a gradient step updates in place."""
 
     weights: Weights
     actor_moments: Moments
@@ -162,7 +162,7 @@ class State(NamedTuple):
 def make_update(
     cfg: DictConfig, agent: CrossQLoss
 ) -> tuple[Callable[[Batch, int], Results], dict[str, Adam]]:
-    """Returns the gradient steps on a block of batches as one call, and the optimizers."""
+    """Returns a function that takes gradient steps on a block of batches, and the optimizers."""
     delay, limit, l2 = cfg.policy_delay, cfg.grad_clip, cfg.actor_l2
     critic_loss, actor_losses = make_losses(cfg, agent)
     weights, betas = find_weights(agent), (cfg.adam_beta, 0.999)
@@ -170,7 +170,7 @@ def make_update(
     critic_optimizer = Adam(weights.critics, lr=cfg.lr, betas=betas)
 
     def step(state: State, batch: Batch, noise: Tensor, moves_actor: bool) -> Results:
-        """One step of the critics, and in its turn of actor and entropy coefficient."""
+        """Updates the critics, and if `moves_actor` also the actor and the entropy coefficient."""
         weights, actor_moments, critic_moments = state
 
         def of_critics(critics: list[Tensor]) -> tuple[Tensor, Any]:
@@ -208,7 +208,7 @@ def make_update(
     )
 
     def update(block: Batch, done: int) -> Results:
-        """A step on each batch of a block `[K, B]`, after so many steps."""
+        """Takes a gradient step on each batch of a block `[K, B]`, after `done` earlier steps."""
         count, size, width = block.action.shape
         turns = tuple(n % delay == 0 for n in range(done + 1, done + 1 + count))
         return steps(block, torch.randn(count, 2, size, width, device=block.action.device), turns)

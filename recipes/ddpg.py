@@ -1,13 +1,13 @@
-"""Deep deterministic policy gradient on a continuous task, with the replay method of your choice.
+"""Trains deep deterministic policy gradient (DDPG) with the replay method of your choice.
 
 python recipes/ddpg.py env=HalfCheetah                 # NMER
 python recipes/ddpg.py env=HalfCheetah replay=uniform  # the baseline
 python recipes/ddpg.py env=HalfCheetah --cfg job       # every setting of that run
 
 Lillicrap et al., *Continuous Control with Deep Reinforcement Learning* (ICLR 2016), with the
-settings under which Fujimoto et al. compare it with TD3 (ICML 2018). This file has the networks,
-the losses and the gradient step; the loop around them, which all agents share, is in
-nmer_recipes/training.py.
+settings that Fujimoto et al. use to compare it with TD3 (ICML 2018). This file defines the
+networks, the losses and the gradient step. nmer_recipes/training.py holds the training loop, which
+all agents share.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torchrl.objectives import DDPGLoss, SoftUpdate
 def make_agent(
     cfg: DictConfig, observations: int, actions: int, device: torch.device
 ) -> tuple[TensorDictModule, TensorDictModule, DDPGLoss]:
-    """Returns a deterministic policy, the same with noise, and the losses with their critic."""
+    """Returns a deterministic policy, the policy with noise, and the losses with their critic."""
     actor, explorer = make_deterministic_actor(cfg, observations, actions, device)
     loss = DDPGLoss(
         actor,
@@ -50,14 +50,14 @@ def make_agent(
         delay_value=True,
     ).to(device)
     loss.make_value_estimator(gamma=cfg.gamma)
-    loss.set_keys(done="terminated", terminated="terminated")  # a time limit ends no value
+    loss.set_keys(done="terminated", terminated="terminated")  # keep bootstrapping at time limits
     return actor, explorer, loss
 
 
 def make_losses(
     cfg: DictConfig, agent: DDPGLoss
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]:
-    """Returns the losses of the critic and of the actor, as functions of weights and batches."""
+    """Returns the critic loss and the actor loss, as functions of weights and batches."""
     gamma, distance = cfg.gamma, DISTANCES[cfg.critic_loss]
     actor = Functional(agent.actor_network.module)
     network = Functional(agent.value_network.module)
@@ -66,7 +66,7 @@ def make_losses(
         return network(weights, torch.cat([observation, action], -1))[..., 0]
 
     def critic_loss(weights: Weights, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Returns the loss, and the rows' absolute errors."""
+        """Returns the loss and each row's absolute error."""
         with torch.no_grad():
             action = actor(weights.target_actor, batch.following)
             value = critic(weights.target_critics, batch.following, action)
@@ -76,7 +76,7 @@ def make_losses(
         return batch.mean(distance(values, goal, reduction="none")), errors
 
     def actor_loss(weights: Weights, batch: Batch) -> Tensor:
-        """Returns the negative value of what the actor does."""
+        """Returns the negated value of the actor's actions."""
         fixed = [weight.detach() for weight in weights.critics]
         action = actor(weights.actor, batch.observation)
         return batch.mean(-critic(fixed, batch.observation, action))
@@ -87,7 +87,7 @@ def make_losses(
 def make_stock_losses(
     agent: DDPGLoss,
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]:
-    """Returns the same by TorchRL's loss, which has the weights itself."""
+    """Returns the same losses computed by TorchRL's loss module, which holds the weights itself."""
 
     def critic_loss(_: Weights, batch: Batch) -> tuple[Tensor, Tensor]:
         loss, details = agent.loss_value(batch.as_rows())
@@ -97,7 +97,7 @@ def make_stock_losses(
 
 
 class State(NamedTuple):
-    """What a step moves in place."""
+    """The tensors that a gradient step updates in place."""
 
     weights: Weights
     actor_moments: Moments
@@ -107,9 +107,9 @@ class State(NamedTuple):
 def make_update(
     cfg: DictConfig, agent: DDPGLoss
 ) -> tuple[Callable[[Batch, int], Results], dict[str, Adam]]:
-    """Returns the gradient steps on a block of batches as one call, and the optimizers."""
+    """Returns a function that takes gradient steps on a block of batches, and the optimizers."""
     limit, l2, tau = cfg.grad_clip, cfg.actor_l2, cfg.tau
-    SoftUpdate(agent, tau=tau)  # makes the targets; `move_targets` moves them
+    SoftUpdate(agent, tau=tau)  # creates the target networks; `move_targets` updates them
     stock = cfg.losses == "torchrl"
     critic_loss, actor_loss = make_stock_losses(agent) if stock else make_losses(cfg, agent)
     weights = find_weights(agent)
@@ -117,7 +117,7 @@ def make_update(
     critic_optimizer = Adam(weights.critics, lr=cfg.lr)
 
     def step(state: State, batch: Batch, _: Tensor) -> Results:
-        """One step of the critic, of the actor and of the targets."""
+        """Takes one step on the critic, the actor and the targets."""
         weights, actor_moments, critic_moments = state
 
         def of_critic(critics: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -140,8 +140,8 @@ def make_update(
     )
 
     def update(block: Batch, done: int) -> Results:
-        """A step on each batch of a block `[K, B]`; how many were made before does not matter."""
-        return steps(block, block.reward.new_empty(len(block.reward), 0))  # without noise
+        """Takes a gradient step on each batch of a block `[K, B]`; ignores `done`."""
+        return steps(block, block.reward.new_empty(len(block.reward), 0))  # no noise
 
     return update, {"actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer}
 

@@ -1,12 +1,12 @@
-"""Implicit Q-learning on fixed data, with the replay method of your choice.
+"""Trains implicit Q-learning (IQL) on fixed data, with the replay method of your choice.
 
 python recipes/iql.py env=Hopper data=log.npz                 # NMER
 python recipes/iql.py env=Hopper data=log.npz replay=uniform  # the baseline
 python recipes/iql.py env=Hopper data=log.npz --cfg job       # every setting of that run
 
 Kostrikov, Nair and Levine, *Offline Reinforcement Learning with Implicit Q-Learning* (ICLR 2022).
-The task is used for evaluation alone. This file has the networks, the losses and the gradient step;
-the loop around them, which all agents share, is in nmer_recipes/training.py.
+The task is used only for evaluation. This file defines the networks, the losses and the gradient
+step. nmer_recipes/training.py holds the training loop, which all agents share.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from torchrl.objectives import IQLLoss, SoftUpdate
 
 
 class BoundedMean(nn.Module):
-    """Turns outputs into the mean, within [-1, 1], and the scale of a Gaussian."""
+    """Converts outputs into the mean, within [-1, 1], and the scale of a Gaussian."""
 
     def __init__(self) -> None:
         super().__init__()
         self.split = NormalParamExtractor()
 
     def forward(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns mean and scale."""
+        """Returns the mean and the scale."""
         loc, scale = self.split(outputs)
         return loc.tanh(), scale
 
@@ -53,7 +53,10 @@ class BoundedMean(nn.Module):
 def make_agent(
     cfg: DictConfig, observations: int, actions: int, device: torch.device
 ) -> tuple[ProbabilisticActor, ProbabilisticActor, IQLLoss]:
-    """Returns a Gaussian policy, twice since it need not explore, and losses with critics."""
+    """Returns a Gaussian policy (twice) and the losses with their critics.
+
+    The policy also takes the explorer's place, since it need not explore.
+    """
     network = make_network(cfg, observations, 2 * actions, BoundedMean(), device)
     actor = ProbabilisticActor(
         TensorDictModule(network, in_keys=["observation"], out_keys=["loc", "scale"]),
@@ -73,13 +76,13 @@ def make_agent(
         expectile=cfg.expectile,
     ).to(device)
     loss.make_value_estimator(gamma=cfg.gamma)
-    loss.set_keys(done="terminated", terminated="terminated")  # a time limit ends no value
+    loss.set_keys(done="terminated", terminated="terminated")  # keep bootstrapping at time limits
     return actor, actor, loss
 
 
 def make_losses(cfg: DictConfig, agent: IQLLoss) -> Callable[[Weights, Batch], Results]:
     """Returns the losses, as a function of weights and batches."""
-    # Plain numbers: `torch.compile` cannot follow the config.
+    # Read plain numbers here: `torch.compile` cannot trace the config.
     gamma, expectile, temperature = cfg.gamma, cfg.expectile, cfg.temperature
     distance = DISTANCES[cfg.critic_loss]
     actor = Functional(agent.actor_network[0].module)
@@ -87,7 +90,7 @@ def make_losses(cfg: DictConfig, agent: IQLLoss) -> Callable[[Weights, Batch], R
     judge = Functional(agent.value_network.module)
 
     def losses(weights: Weights, batch: Batch) -> Results:
-        """Returns losses and entropy, and the rows' absolute TD errors, averaged over critics."""
+        """Returns losses and entropy, and each row's mean absolute TD error over critics."""
         with torch.no_grad():
             target = critic.each(weights.target_critics, batch.observation, batch.action).amin(0)
             following = judge(weights.value, batch.following)[..., 0]
@@ -115,7 +118,7 @@ def make_losses(cfg: DictConfig, agent: IQLLoss) -> Callable[[Weights, Batch], R
 
 
 class State(NamedTuple):
-    """What a step moves in place."""
+    """The tensors that a gradient step updates in place."""
 
     weights: Weights
     moments: Moments
@@ -124,15 +127,15 @@ class State(NamedTuple):
 def make_update(
     cfg: DictConfig, agent: IQLLoss
 ) -> tuple[Callable[[Batch, int], Results], dict[str, Adam]]:
-    """Returns the gradient steps on a block of batches as one call, and the optimizer."""
+    """Returns a function that takes gradient steps on a block of batches, and the optimizer."""
     limit, l2, tau = cfg.grad_clip, cfg.actor_l2, cfg.tau
-    SoftUpdate(agent, tau=tau)  # makes the targets; `move_targets` moves them
+    SoftUpdate(agent, tau=tau)  # creates the target networks; `move_targets` updates them
     get_losses = make_losses(cfg, agent)
     weights = find_weights(agent)
     optimizer = Adam([*weights.actor, *weights.critics, *weights.value], lr=cfg.lr)
 
     def step(state: State, batch: Batch, _: Tensor) -> Results:
-        """One gradient step on everything."""
+        """Takes one gradient step on actor, critics and value network."""
         weights, moments = state
         learned = [*weights.actor, *weights.critics, *weights.value]
         first, second = len(weights.actor), len(weights.actor) + len(weights.critics)
@@ -158,8 +161,8 @@ def make_update(
     steps = over_blocks(cfg, step, lambda: State(weights, optimizer.moments))
 
     def update(block: Batch, done: int) -> Results:
-        """A step on each batch of a block `[K, B]`; how many were made before does not matter."""
-        return steps(block, block.reward.new_empty(len(block.reward), 0))  # without noise
+        """Takes a gradient step on each batch of a block `[K, B]`; ignores `done`."""
+        return steps(block, block.reward.new_empty(len(block.reward), 0))  # no noise
 
     return update, {"optimizer": optimizer}
 

@@ -1,11 +1,11 @@
-"""Does the simulator do what mixed transitions say? Error against buffer size, for every method.
+"""Compares mixed transitions with the simulator: the error of every method by buffer size.
 
 python recipes/on_manifold.py env=HalfCheetah                   # as in docs/manifold.md
 python recipes/on_manifold.py env=Hopper sizes=[1000,5000] total_frames=5000 random_frames=1000
 python recipes/on_manifold.py env=HalfCheetah --cfg job         # every setting of that run
 
-Trains TD3 and keeps what it stores; fills buffers of every size and method with parts of it, draws
-from each, and puts the simulator into the states drawn. Writes a table and a picture.
+Trains TD3 and keeps the transitions it stores. Fills buffers of every size and method with parts of
+them, samples from each, and sets the simulator to the sampled states. Writes a table and a figure.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from nmer_torchrl.diagnostics.simulate import Simulator
 from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS, next_key
 from nmer_torchrl.methods import option_names
 
-FLOOR = "floor"  # what unmixed rows are called among the methods
+FLOOR = "floor"  # name of the unmixed rows among the methods
 MIXED = (*POINT_KEYS, *VALUE_KEYS)
 JOINTS = ("qpos", "qvel")
 
 
 def choose(rows: TensorDict, size: int, stretch: int, generator: torch.Generator) -> TensorDict:
-    """`size` of the rows, in stretches from anywhere: more or fewer, but of the same kind.
+    """Returns `size` rows, in stretches from random places of the run.
 
-    The first rows of a run would be those of another policy than all of them, so that the size of
-    a buffer would not be all that differs. Within a stretch each row follows another, as CT needs.
+    The first rows of a run would come from a different policy than the run as a whole, so buffers
+    would differ in more than size. Rows within a stretch stay consecutive, as CT needs.
     """
     parts = torch.arange(len(rows)).split(stretch)
     order = torch.randperm(len(parts), generator=generator)
@@ -51,7 +51,7 @@ def choose(rows: TensorDict, size: int, stretch: int, generator: torch.Generator
 def draw(
     method: dict[str, Any], stored: TensorDict, count: int, seed: int
 ) -> tuple[TensorDictBase, Tensor]:
-    """Rows `[count]` as the method draws them, and the positions of their anchors, `[count]`."""
+    """Returns rows `[count]` drawn by the method, and their anchors' positions `[count]`."""
     generator = torch.Generator().manual_seed(seed)
     options = {**state_keys(method["kind"], stored), **method}
     buffer = make_replay_buffer(
@@ -64,15 +64,15 @@ def draw(
 
 
 def state_keys(kind: str, stored: TensorDict) -> dict[str, Any]:
-    """Keys by which a buffer treats the joints as it does the observation, where they are stored.
+    """Returns keys that make a buffer treat stored joints like the observation.
 
-    They count where the observation hides the state: it shows no velocity beyond a bound.
+    They matter where the observation hides the state: it shows no velocity beyond a bound.
     """
     options = option_names(find_method(kind))
     if not set(JOINTS) <= set(stored.keys()) or "value_keys" not in options:
         return {}
     following = [next_key(key) for key in JOINTS]
-    if kind == "s4rl":  # moves what has a next value, and measures no distance
+    if kind == "s4rl":  # perturbs entries that have a next value, and measures no distance
         return {"keys": [*POINT_KEYS, *JOINTS], "value_keys": [*VALUE_KEYS, *following]}
     keys: dict[str, Any] = {"value_keys": [*VALUE_KEYS, *JOINTS]}
     if "anchor_keys" in options:
@@ -81,7 +81,7 @@ def state_keys(kind: str, stored: TensorDict) -> dict[str, Any]:
 
 
 def draw_all(cfg: DictConfig, stored: TensorDict, seed: int) -> dict[str, TensorDictBase]:
-    """Rows `[rows]` of every method, from the same anchors; these are the floor."""
+    """Returns rows `[rows]` of every method from the same anchors, and the anchors as the floor."""
     batches: dict[str, TensorDictBase] = {}
     entries = [key for key in (*MIXED, *JOINTS) if stored.get(key, None) is not None]
     anchors = None
@@ -100,7 +100,7 @@ def draw_all(cfg: DictConfig, stored: TensorDict, seed: int) -> dict[str, Tensor
 def compare(
     cfg: DictConfig, stored: TensorDict, reference: TensorDict, seed: int
 ) -> dict[str, dict[str, float]]:
-    """Means of every method over the same rows: those that all of them changed."""
+    """Returns each method's means over the same rows: those that all methods changed."""
     batches = draw_all(cfg, stored, seed)
     error = manifold_error(
         cfg.env.id, torch.cat(list(batches.values())), reference=reference, action_bounds=(-1, 1)
@@ -135,7 +135,7 @@ def compare(
 
 
 def distance(batch: TensorDictBase, anchors: TensorDictBase, reference: TensorDict) -> Tensor:
-    """How far observations and actions `[n, ...]` are from the anchors', in the units of errors."""
+    """Returns each row's distance from its anchor `[n]`, in the units of the errors."""
     steps = []
     for key in POINT_KEYS:
         spread = reference[key].std(0)
@@ -144,7 +144,7 @@ def distance(batch: TensorDictBase, anchors: TensorDictBase, reference: TensorDi
 
 
 def run(cfg: DictConfig) -> None:
-    """Rows, buffers of each size, errors, table, picture."""
+    """Collects rows, fills the buffers, measures errors, and writes the table and the figure."""
     torch.set_num_threads(cfg.threads)
     rows = collect(cfg)
     results = []
@@ -163,7 +163,7 @@ def run(cfg: DictConfig) -> None:
 
 
 def check(cfg: DictConfig) -> None:
-    """Raises a `UsageError` for a value that no run could use, before the long part begins."""
+    """Raises a `UsageError` for settings that cannot run, before the long part begins."""
     check_values(cfg)
     if any(size > cfg.total_frames for size in cfg.sizes):
         raise UsageError(

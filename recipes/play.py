@@ -1,4 +1,4 @@
-"""Shows what a run has learned: the returns of its policy, and a video.
+"""Plays a run's learned policy: prints its returns and can film a video.
 
 python recipes/play.py runs/NAME/DATE                        # five episodes of the best policy
 python recipes/play.py runs/NAME/DATE --video walk.mp4       # and a video of the first
@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         prog="play.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -39,7 +39,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def play_episode(
     policy: Policy, env: gymnasium.Env, seed: int, frames: list | None = None
 ) -> list[float]:
-    """Returns the rewards of an episode; pictures of its steps are added to `frames`."""
+    """Returns the rewards of an episode, and appends its rendered steps to `frames`."""
     observation, _ = env.reset(seed=seed)
     rewards, done = [], False
     while not done:
@@ -52,7 +52,7 @@ def play_episode(
 
 
 def play(options: argparse.Namespace) -> None:
-    """Loads, plays, tells."""
+    """Loads the policy, plays the episodes and prints the returns."""
     policy = load_policy(options.run, options.which)
     frames: list | None = [] if options.video else None
     returns, lengths = [], []
@@ -79,7 +79,7 @@ def play(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Errors of usage are told without a traceback."""
+    """Runs the command; prints usage errors without a traceback."""
     try:
         play(parse(arguments))
     except UsageError as error:

@@ -1,4 +1,4 @@
-"""Randomized ensembled double Q-learning, or DroQ, with the replay method of your choice.
+"""Trains randomized ensembled double Q-learning (REDQ) or DroQ, with any replay method.
 
 python recipes/redq.py env=Hopper                 # REDQ: ten critics, NMER
 python recipes/redq.py env=Hopper replay=uniform  # the baseline
@@ -7,8 +7,8 @@ python recipes/redq.py env=Hopper --cfg job       # every setting of that run
 
 Chen et al., *Randomized Ensembled Double Q-Learning: Learning Fast Without a Model* (ICLR 2021);
 Hiraoka et al., *Dropout Q-Functions for Doubly Efficient Reinforcement Learning* (ICLR 2022). This
-file has the networks, the losses and the gradient step; the loop around them, which all agents
-share, is in nmer_recipes/training.py.
+file defines the networks, the losses and the gradient step. nmer_recipes/training.py holds the
+training loop, which all agents share.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from torchrl.objectives import REDQLoss, SoftUpdate
 def make_agent(
     cfg: DictConfig, observations: int, actions: int, device: torch.device
 ) -> tuple[ProbabilisticActor, TensorDictModule, REDQLoss]:
-    """Returns a squashed Gaussian policy, what draws from it, and critics with their targets.
+    """Returns a policy, a module that samples from it, and the critics with their targets.
 
-    `REDQLoss` holds the weights. The losses below differ from its own: its subset leaves out one
-    critic at least, so that DroQ's two would be trained on one, its entropy coefficient stays
-    within [0.1, 10], and it ignores importance weights.
+    `REDQLoss` only holds the weights. Its own losses differ from those below: its subset leaves out
+    at least one critic, so DroQ's two critics would be trained on one; it keeps the entropy
+    coefficient within [0.1, 10]; and it ignores importance weights.
     """
     if cfg.num_target_critics > cfg.num_critics:
         raise UsageError(
@@ -72,18 +72,18 @@ def make_agent(
         action_spec=bounds(actions, device),
     ).to(device)
     loss.make_value_estimator(gamma=cfg.gamma)
-    loss.set_keys(done="terminated", terminated="terminated")  # a time limit ends no value
+    loss.set_keys(done="terminated", terminated="terminated")  # keep bootstrapping at time limits
     return actor, explorer, loss
 
 
 def make_losses(
     cfg: DictConfig, agent: REDQLoss
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., dict[str, Tensor]]]:
-    """Returns the losses of the critics and of the actor, as functions of weights and batches.
+    """Returns the critic loss and the actor losses, as functions of weights and batches.
 
-    In all of them dropout is on, in the targets as well.
+    Dropout is active in all of them, including the targets.
     """
-    # Plain numbers: `torch.compile` cannot follow the config.
+    # Read plain numbers here: `torch.compile` cannot trace the config.
     gamma, target_entropy = cfg.gamma, float(agent.target_entropy)
     distance, subset = DISTANCES[cfg.critic_loss], cfg.num_target_critics
     actor = Functional(agent.actor_network[0].module)
@@ -92,10 +92,10 @@ def make_losses(
     def critic_loss(
         weights: Weights, batch: Batch, noise: Tensor, ranks: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns the loss, summed over critics, and the rows' absolute errors, averaged over them.
+        """Returns the loss, summed over critics, and each row's mean absolute error over critics.
 
-        The noise `[B, actions]` is standard normal. The targets with the highest of the random
-        ranks `[critics]` give the value.
+        The noise `[B, actions]` is standard normal. The target critics with the highest random
+        ranks `[critics]` compute the value.
         """
         (log_alpha,) = weights.log_alpha
         with torch.no_grad():
@@ -111,9 +111,9 @@ def make_losses(
         return batch.mean(distances.sum(0)), (values - goal).detach().abs().mean(0)
 
     def actor_losses(weights: Weights, batch: Batch, noise: Tensor) -> dict[str, Tensor]:
-        """Returns the losses of actor and entropy coefficient, the latter and the entropy.
+        """Returns the losses of actor and entropy coefficient, the entropy and the coefficient.
 
-        The actor's value is the mean over all critics.
+        The actor maximizes the mean value over all critics.
         """
         (log_alpha,) = weights.log_alpha
         alpha = log_alpha.detach().exp()
@@ -133,7 +133,7 @@ def make_losses(
 
 
 class State(NamedTuple):
-    """What a step moves in place."""
+    """The tensors that a gradient step updates in place."""
 
     weights: Weights
     actor_moments: Moments
@@ -143,17 +143,17 @@ class State(NamedTuple):
 def make_update(
     cfg: DictConfig, agent: REDQLoss
 ) -> tuple[Callable[[Batch, int], Results], dict[str, Adam]]:
-    """Returns the gradient steps on a block of batches as one call, and the optimizers."""
+    """Returns a function that takes gradient steps on a block of batches, and the optimizers."""
     delay, critics = cfg.policy_delay, cfg.num_critics
     limit, l2, tau = cfg.grad_clip, cfg.actor_l2, cfg.tau
-    SoftUpdate(agent, tau=tau)  # makes the targets; `move_targets` moves them
+    SoftUpdate(agent, tau=tau)  # creates the target networks; `move_targets` updates them
     critic_loss, actor_losses = make_losses(cfg, agent)
     weights = find_weights(agent)
     actor_optimizer = Adam([*weights.actor, *weights.log_alpha], lr=cfg.lr)
     critic_optimizer = Adam(weights.critics, lr=cfg.lr)
 
     def step(state: State, batch: Batch, noise: Tensor, moves_actor: bool) -> Results:
-        """One step of critics and targets, and in its turn of actor and entropy coefficient."""
+        """Updates critics and targets, and if `moves_actor` also actor and entropy coefficient."""
         weights, actor_moments, critic_moments = state
         ranks, noise = noise[:critics], noise[critics:].view(2, *batch.action.shape)
 
@@ -187,7 +187,7 @@ def make_update(
     )
 
     def update(block: Batch, done: int) -> Results:
-        """A step on each batch of a block `[K, B]`, after so many steps."""
+        """Takes a gradient step on each batch of a block `[K, B]`, after `done` earlier steps."""
         count, size, width = block.action.shape
         turns = tuple(n % delay == 0 for n in range(done + 1, done + 1 + count))
         noise = torch.randn(count, critics + 2 * size * width, device=block.action.device)

@@ -1,4 +1,4 @@
-"""From runs to tables and curves: statistics over seeds, beside the paper's figures.
+"""Writes tables and curves from runs: statistics over seeds, beside the paper's figures.
 
 python recipes/report.py runs                        # all runs below that directory
 python recipes/report.py runs --at 100000            # every run as it was at 100,000 frames
@@ -21,7 +21,7 @@ from nmer_recipes.reporting.read import find_runs
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         prog="report.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -42,7 +42,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def report(options: argparse.Namespace) -> None:
-    """Reads, groups, writes."""
+    """Reads the runs, groups them and writes the report."""
     notices: list[str] = []
 
     def tell(line: str) -> None:
@@ -72,8 +72,8 @@ def report(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Errors of usage are told without a traceback."""
-    logging.getLogger("absl").setLevel(logging.WARNING)  # rliable tells each estimate
+    """Runs the command; prints usage errors without a traceback."""
+    logging.getLogger("absl").setLevel(logging.WARNING)  # rliable logs each estimate
     try:
         report(parse(arguments))
     except UsageError as error:

@@ -1,4 +1,4 @@
-"""The commands behind each table of the paper, how much they compute, and how long that takes here.
+"""Prints the commands behind each table of the paper, their cost, and their time on this machine.
 
 python recipes/reproduce.py                    # the tables, with runs and gradient steps
 python recipes/reproduce.py main               # the commands of one; `| sh` runs them
@@ -30,14 +30,14 @@ from pathlib import Path
 from nmer_recipes import paper
 
 FRAMES, SEEDS, SECONDS = paper.FRAMES, paper.SEEDS, 60.0
-EVALUATIONS, EPISODES, LIMIT = 100, 5, 1_000  # of a run, of an evaluation, steps of an episode
+EVALUATIONS, EPISODES, LIMIT = 100, 5, 1_000  # evaluations, episodes of each, steps of each
 _KINDS = {name: kind for kind, name in paper.KINDS.items()}
 _SETTINGS = {"k": "replay.k"} | {n: n for n in ("replay_ratio", "actor_l2", "grad_clip")}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a table, which runs with several seeds; `given` differs from the defaults."""
+    """A setting of a table, run with several seeds; `given` differs from the defaults."""
 
     algorithm: str
     env: str
@@ -46,7 +46,7 @@ class Setting:
 
     @property
     def updates(self) -> int:
-        """Gradient steps of a run."""
+        """Number of gradient steps of a run."""
         for override in self.given:
             if override.startswith("replay_ratio="):
                 ratio = float(override.partition("=")[2])
@@ -60,11 +60,11 @@ class Setting:
 
 
 def tables() -> dict[str, list[Setting]]:
-    """The cells of each table, by its name."""
+    """Returns the cells of each table, by the table's name."""
     with (Path(paper.__file__).parent / "paper.csv").open() as file:
         rows = list(csv.DictReader(file))
     cells = {"main": [_cell(row) for row in rows if row["best"] == "1"]}
-    # Tables that the ablations do not hold: all methods at NMER's settings.
+    # These tables are not among the ablations: all methods use NMER's settings.
     five = [env for env in paper.LOCOMOTION if env != "Humanoid"]
     kinds = ("1nn", "mixup", "s4rl", "noisy", "nmer")
     cells["additional"] = [Setting("td3", env, kind) for env in five for kind in kinds]
@@ -76,7 +76,7 @@ def tables() -> dict[str, list[Setting]]:
 
 
 def _cell(row: dict[str, str]) -> Setting:
-    """A row of the ablations; defaults are not given, so that tables share their runs."""
+    """Converts a row of the ablations; leaves out defaults, so that tables share their runs."""
     algorithm, env, kind = row["algorithm"].lower(), row["env"], _KINDS[row["replay"]]
     given = []
     for column, name in _SETTINGS.items():
@@ -91,7 +91,7 @@ def _cell(row: dict[str, str]) -> Setting:
 
 
 def commands(cells: list[Setting], seeds: int, launcher: str) -> list[str]:
-    """As few command lines as make exactly these cells."""
+    """Returns the fewest command lines that run exactly these cells."""
     methods: dict[tuple[str, tuple[str, ...], str], list[str]] = {}
     for cell in cells:
         methods.setdefault((cell.algorithm, cell.given, cell.env), []).append(cell.kind)
@@ -109,26 +109,26 @@ def commands(cells: list[Setting], seeds: int, launcher: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds for each frame, each update and each step of an evaluation's episodes."""
+    """Seconds per frame, per update and per step of an evaluation's episodes."""
 
     frame: float
     update: float
     step: float
 
     def seconds(self, cell: Setting) -> float:
-        """Of one run of a cell, if each episode of an evaluation lasts to its limit."""
+        """Returns the time of one run of a cell, if evaluation episodes last to their limit."""
         steps = EVALUATIONS * EPISODES * LIMIT
         return FRAMES * self.frame + cell.updates * self.update + steps * self.step
 
 
 def measure(cell: Setting, seconds: float) -> Costs:
-    """Runs a cell for about so many seconds, at its settings, and stops it."""
+    """Runs a cell at its settings for about `seconds`, then stops it."""
     from hydra import compose, initialize_config_dir
     from nmer_recipes.config import register_resolvers
     from omegaconf import OmegaConf
 
     ratio = cell.updates / FRAMES
-    every = math.ceil(200 / ratio)  # an evaluation for every 200 updates
+    every = math.ceil(200 / ratio)  # one evaluation per 200 updates
     register_resolvers()
     recipe = importlib.import_module(cell.algorithm)
     logging.getLogger("torchrl").setLevel(logging.WARNING)
@@ -152,7 +152,7 @@ def measure(cell: Setting, seconds: float) -> Costs:
 
 
 def costs(rows: list[dict[str, float]]) -> Costs:
-    """What a run's rows of metrics say of its costs; its first row is that before any update."""
+    """Computes the costs from a run's metrics; the first row is from before any update."""
     spent = dict.fromkeys(("environment", "upkeep", "sample", "update", "evaluation"), 0.0)
     for before, row in itertools.pairwise(rows):
         passed = row["time/seconds"] - before["time/seconds"]
@@ -169,7 +169,7 @@ def costs(rows: list[dict[str, float]]) -> Costs:
 
 @contextlib.contextmanager
 def _interrupted(folder: Path, seconds: float) -> Iterator[None]:
-    """Stops a run as Ctrl-C does, once the time is up and it has logged a row with updates."""
+    """Stops a run as Ctrl-C does, once time is up and it has logged a row with updates."""
 
     def stop(*_: object) -> None:
         path = folder / "run" / "metrics.csv"
@@ -187,7 +187,7 @@ def _interrupted(folder: Path, seconds: float) -> Iterator[None]:
 
 
 def estimate(cells: list[Setting], seeds: int) -> None:
-    """Measures each algorithm at the setting that computes most, and prints hours."""
+    """Measures each algorithm at the setting with the most updates, and prints hours."""
     algorithms = sorted({cell.algorithm for cell in cells})
     total = 0.0
     for algorithm in algorithms:
@@ -212,7 +212,7 @@ def estimate(cells: list[Setting], seeds: int) -> None:
 
 
 def describe(name: str, cells: list[Setting], seeds: int) -> str:
-    """How much a table computes, in one line."""
+    """Describes in one line how much a table computes."""
     runs, updates = len(cells) * seeds, sum(cell.updates for cell in cells) * seeds
     return f"{name}: {runs} runs, {runs * FRAMES:,} frames, {updates:,} gradient steps"
 
@@ -239,7 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(describe(name, cells, options.seeds))
         return
     cells = known[options.table]
-    # Only commands go to the standard output, so that it can be piped into a shell.
+    # Only commands go to standard output, so that it can be piped into a shell.
     print(describe(options.table, cells, options.seeds), file=sys.stderr)
     if options.estimate:
         estimate(cells, options.seeds)

@@ -1,12 +1,12 @@
-"""Soft actor-critic on a continuous task, with the replay method of your choice.
+"""Trains soft actor-critic (SAC) on a continuous task, with the replay method of your choice.
 
 python recipes/sac.py env=Walker2d                    # NMER, the paper's settings
 python recipes/sac.py env=Walker2d replay=uniform     # the baseline
 python recipes/sac.py env=Walker2d --cfg job          # every setting of that run
 
-Haarnoja et al., *Soft Actor-Critic Algorithms and Applications* (2018). This file has the networks,
-the losses and the gradient step; the loop around them, which all agents share, is in
-nmer_recipes/training.py.
+Haarnoja et al., *Soft Actor-Critic Algorithms and Applications* (2018). This file defines the
+networks, the losses and the gradient step. nmer_recipes/training.py holds the training loop, which
+all agents share.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from torchrl.objectives import SACLoss, SoftUpdate
 def make_agent(
     cfg: DictConfig, observations: int, actions: int, device: torch.device
 ) -> tuple[ProbabilisticActor, TensorDictModule, SACLoss]:
-    """Returns a squashed Gaussian policy, what draws from it, and the losses with their critics."""
+    """Returns a policy, a module that samples from it, and the losses with their critics."""
     network = make_gaussian_network(cfg, observations, actions, device)
     actor, explorer = make_gaussian_actor(network, actions, device)
     loss = SACLoss(
@@ -58,23 +58,23 @@ def make_agent(
         action_spec=bounds(actions, device),
     ).to(device)
     loss.make_value_estimator(gamma=cfg.gamma)
-    loss.set_keys(done="terminated", terminated="terminated")  # a time limit ends no value
+    loss.set_keys(done="terminated", terminated="terminated")  # keep bootstrapping at time limits
     return actor, explorer, loss
 
 
 def make_losses(cfg: DictConfig, agent: SACLoss) -> Callable[[Weights, Batch, Tensor], Results]:
     """Returns the losses, as a function of weights and batches."""
-    # Plain numbers: `torch.compile` cannot follow the config.
+    # Read plain numbers here: `torch.compile` cannot trace the config.
     gamma, target_entropy = cfg.gamma, float(agent.target_entropy)
     distance = DISTANCES[cfg.critic_loss]
     actor = Functional(agent.actor_network[0].module)
     critic = Functional(agent.qvalue_network.module)
 
     def losses(weights: Weights, batch: Batch, noise: Tensor) -> Results:
-        """Returns losses, entropy and its coefficient, and the rows' absolute TD errors.
+        """Returns losses, entropy and its coefficient, and each row's absolute TD error.
 
-        The noise `[2, B, actions]` makes the actions random at the next observation and at this
-        one. The TD error is averaged over the critics.
+        The noise `[2, B, actions]` samples the actions at the next and at the current observation.
+        The TD error is averaged over the critics.
         """
         (log_alpha,) = weights.log_alpha
         alpha = log_alpha.detach().exp()
@@ -88,7 +88,7 @@ def make_losses(cfg: DictConfig, agent: SACLoss) -> Callable[[Weights, Batch, Te
 
         policy = SquashedNormal(*actor(weights.actor, batch.observation))
         action, log_prob = policy.draw(noise[1])
-        # The actor's gradient passes through the critics without reaching them.
+        # The actor's gradient flows through the critics but does not change their weights.
         fixed = [weight.detach() for weight in weights.critics]
         value = critic.each(fixed, batch.observation, action).amin(0)
         excess = log_prob.detach() + target_entropy
@@ -105,9 +105,10 @@ def make_losses(cfg: DictConfig, agent: SACLoss) -> Callable[[Weights, Batch, Te
 
 
 def make_stock_losses(agent: SACLoss) -> Callable[[Weights, Batch, Tensor], Results]:
-    """Returns the same by TorchRL's loss, which has the weights itself and draws its own noise.
+    """Returns the same losses computed by TorchRL's loss module.
 
-    Its TD errors are those of the critic that is farther off.
+    The module holds the weights itself and draws its own noise. Each TD error is the larger of the
+    two critics' errors.
     """
 
     def losses(_: Weights, batch: Batch, __: Tensor) -> Results:
@@ -118,7 +119,7 @@ def make_stock_losses(agent: SACLoss) -> Callable[[Weights, Batch, Tensor], Resu
 
 
 class State(NamedTuple):
-    """What a step moves in place."""
+    """The tensors that a gradient step updates in place."""
 
     weights: Weights
     moments: Moments
@@ -127,16 +128,16 @@ class State(NamedTuple):
 def make_update(
     cfg: DictConfig, agent: SACLoss
 ) -> tuple[Callable[[Batch, int], Results], dict[str, Adam]]:
-    """Returns the gradient steps on a block of batches as one call, and the optimizer."""
+    """Returns a function that takes gradient steps on a block of batches, and the optimizer."""
     limit, l2, tau = cfg.grad_clip, cfg.actor_l2, cfg.tau
-    SoftUpdate(agent, tau=tau)  # makes the targets; `move_targets` moves them
+    SoftUpdate(agent, tau=tau)  # creates the target networks; `move_targets` updates them
     stock = cfg.losses == "torchrl"
     get_losses = make_stock_losses(agent) if stock else make_losses(cfg, agent)
     weights = find_weights(agent)
     optimizer = Adam([*weights.actor, *weights.critics, *weights.log_alpha], lr=cfg.lr)
 
     def step(state: State, batch: Batch, noise: Tensor) -> Results:
-        """One gradient step on everything."""
+        """Takes one gradient step on actor, critics and entropy coefficient."""
         weights, moments = state
         learned = [*weights.actor, *weights.critics, *weights.log_alpha]
         first, second = len(weights.actor), len(weights.actor) + len(weights.critics)
@@ -162,7 +163,7 @@ def make_update(
     steps = over_blocks(cfg, step, lambda: State(weights, optimizer.moments))
 
     def update(block: Batch, done: int) -> Results:
-        """A step on each batch of a block `[K, B]`; how many were made before does not matter."""
+        """Takes a gradient step on each batch of a block `[K, B]`; ignores `done`."""
         count, size, width = block.action.shape
         return steps(block, torch.randn(count, 2, size, width, device=block.action.device))
 

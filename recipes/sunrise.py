@@ -1,14 +1,14 @@
-"""SUNRISE on a continuous task, with the replay method of your choice.
+"""Trains SUNRISE on a continuous task, with the replay method of your choice.
 
 python recipes/sunrise.py env=Walker2d                 # NMER
 python recipes/sunrise.py env=Walker2d replay=uniform  # the baseline
 python recipes/sunrise.py env=Walker2d --cfg job       # every setting of that run
 
 Lee et al., *SUNRISE: A Simple Unified Framework for Ensemble Learning in Deep Reinforcement
-Learning* (ICML 2021): an ensemble of SAC agents that learn from random parts of the data, weigh
-targets by how much the ensemble agrees on them, and act by an upper confidence bound. This file has
-the networks, the losses and the gradient step; the loop around them, which all agents share, is in
-nmer_recipes/training.py.
+Learning* (ICML 2021): an ensemble of SAC agents that learn from random subsets of the data, weight
+targets by the ensemble's agreement, and act by an upper confidence bound. This file defines the
+networks, the losses and the gradient step. nmer_recipes/training.py holds the training loop, which
+all agents share.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from torchrl.objectives import LossModule, SoftUpdate
 
 
 class Ensemble(LossModule):
-    """Holds the weights of SAC agents: actors `[n]`, critics `[2 * n]` with targets, coefficients.
+    """Holds the weights of the SAC agents: actors, critics with targets, entropy coefficients.
 
-    The critics of a member stand side by side.
+    There are `n` actors and `2 * n` critics. A member's two critics are adjacent.
     """
 
     actor_network: TensorDictModule
@@ -66,7 +66,7 @@ class Ensemble(LossModule):
 
 
 class MeanActor(nn.Module):
-    """Acts by the mean of what the members would do without exploration."""
+    """Acts by the mean of the members' deterministic actions."""
 
     def __init__(self, network: Functional, weights: list[Tensor]) -> None:
         super().__init__()
@@ -79,9 +79,10 @@ class MeanActor(nn.Module):
 
 
 class UpperBoundActor(nn.Module):
-    """Draws an action from each member, and takes the one with the highest upper confidence bound.
+    """Samples an action from each member and takes the one with the highest upper bound.
 
-    The bound is the mean of all critics' values plus `bonus` times their standard deviation.
+    The upper confidence bound is the mean of all critics' values plus `bonus` times their standard
+    deviation.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class UpperBoundActor(nn.Module):
 def make_agent(
     cfg: DictConfig, observations: int, actions: int, device: torch.device
 ) -> tuple[TensorDictModule, TensorDictModule, Ensemble]:
-    """Returns the mean policy, the one that explores, and the weights of all members."""
+    """Returns the mean policy, the exploring policy, and the weights of all members."""
     actor = TensorDictModule(
         make_gaussian_network(cfg, observations, actions, device),
         in_keys=["observation"],
@@ -115,7 +116,7 @@ def make_agent(
     )
     critic = make_critic(cfg, observations, actions, device)
     ensemble = Ensemble(actor, critic, members=cfg.members, alpha_init=cfg.alpha_init).to(device)
-    SoftUpdate(ensemble, tau=cfg.tau)  # makes the targets; `move_targets` moves them
+    SoftUpdate(ensemble, tau=cfg.tau)  # creates the target networks; `move_targets` updates them
     weights = find_weights(ensemble)
     networks = Functional(actor.module), Functional(critic.module)
     keys = {"in_keys": ["observation"], "out_keys": ["action"]}
@@ -127,7 +128,7 @@ def make_agent(
 
 
 def add_mask(cfg: DictConfig, row: TensorDictBase) -> None:
-    """Adds to a row which members learn from it; one at least does."""
+    """Adds a mask of the members that learn from a row; at least one member does."""
     device = row["observation"].device
     drawn = torch.rand(cfg.members, device=device)
     row["mask"] = (drawn < cfg.mask_share) | (drawn == drawn.amin())
@@ -135,7 +136,7 @@ def add_mask(cfg: DictConfig, row: TensorDictBase) -> None:
 
 def make_losses(cfg: DictConfig, agent: Ensemble) -> Callable[[Weights, Batch, Tensor], Results]:
     """Returns the losses, as a function of weights and batches."""
-    # Plain numbers: `torch.compile` cannot follow the config.
+    # Read plain numbers here: `torch.compile` cannot trace the config.
     gamma, members, temperature = cfg.gamma, cfg.members, cfg.backup_temperature
     target_entropy, distance = cfg.target_entropy, DISTANCES[cfg.critic_loss]
     actor = Functional(agent.actor_network.module)
@@ -156,10 +157,11 @@ def make_losses(cfg: DictConfig, agent: Ensemble) -> Callable[[Weights, Batch, T
         return own.amin(0).T
 
     def losses(weights: Weights, batch: Batch, noise: Tensor) -> Results:
-        """Returns losses, entropy and its coefficient, and the rows' absolute TD errors.
+        """Returns losses, entropy and its coefficient, and each row's absolute TD error.
 
-        Losses are sums over the members, of means over the rows that each learns from. The noise
-        `[2, n, B, actions]` makes the actions random at the next observation and at this one.
+        Each loss is a sum over the members of the mean over the rows that the member learns from.
+        The noise `[2, n, B, actions]` samples the actions at the next and at the current
+        observation.
         """
         (log_alpha,) = weights.log_alpha  # [n]
         alpha = log_alpha.detach().exp().unsqueeze(1)
@@ -167,7 +169,7 @@ def make_losses(cfg: DictConfig, agent: Ensemble) -> Callable[[Weights, Batch, T
         if batch.weight is not None:
             share = share * batch.weight
 
-        def mean(rows: Tensor) -> Tensor:  # the 1 is that of the authors' code
+        def mean(rows: Tensor) -> Tensor:  # the authors' code adds 1 too
             return ((rows * share).sum(1) / (share.sum(1) + 1)).sum()
 
         with torch.no_grad():
@@ -183,7 +185,7 @@ def make_losses(cfg: DictConfig, agent: Ensemble) -> Callable[[Weights, Batch, T
         distances = distance(values, goal, reduction="none").sum(1)
 
         action, log_prob = act(weights.actor, batch.observation, noise[1])
-        # The actors' gradients pass through the critics without reaching them.
+        # The actors' gradients flow through the critics but do not change their weights.
         fixed = [weight.detach().unflatten(0, (members, 2)) for weight in weights.critics]
         value = torch.stack(
             [
@@ -205,7 +207,7 @@ def make_losses(cfg: DictConfig, agent: Ensemble) -> Callable[[Weights, Batch, T
 
 
 class State(NamedTuple):
-    """What a step moves in place."""
+    """The tensors that a gradient step updates in place."""
 
     weights: Weights
     moments: Moments
@@ -214,14 +216,14 @@ class State(NamedTuple):
 def make_update(
     cfg: DictConfig, agent: Ensemble
 ) -> tuple[Callable[[Batch, int], Results], dict[str, Adam]]:
-    """Returns the gradient steps on a block of batches as one call, and the optimizer."""
+    """Returns a function that takes gradient steps on a block of batches, and the optimizer."""
     limit, l2, tau, members = cfg.grad_clip, cfg.actor_l2, cfg.tau, cfg.members
     get_losses = make_losses(cfg, agent)
     weights = find_weights(agent)
     optimizer = Adam([*weights.actor, *weights.critics, *weights.log_alpha], lr=cfg.lr)
 
     def step(state: State, batch: Batch, noise: Tensor) -> Results:
-        """One gradient step on everything."""
+        """Takes one gradient step on actors, critics and entropy coefficients."""
         weights, moments = state
         learned = [*weights.actor, *weights.critics, *weights.log_alpha]
         first, second = len(weights.actor), len(weights.actor) + len(weights.critics)
@@ -244,7 +246,7 @@ def make_update(
     steps = over_blocks(cfg, step, lambda: State(weights, optimizer.moments))
 
     def update(block: Batch, done: int) -> Results:
-        """A step on each batch of a block `[K, B]`; how many were made before does not matter."""
+        """Takes a gradient step on each batch of a block `[K, B]`; ignores `done`."""
         count, size, width = block.action.shape
         shape = (count, 2, members, size, width)
         return steps(block, torch.randn(shape, device=block.action.device))

@@ -1,13 +1,13 @@
-"""Twin delayed DDPG on a continuous task, with the replay method of your choice.
+"""Trains twin delayed DDPG (TD3) on a continuous task, with the replay method of your choice.
 
 python recipes/td3.py env=HalfCheetah                 # NMER, the paper's settings
 python recipes/td3.py env=HalfCheetah replay=uniform  # the baseline
 python recipes/td3.py env=HalfCheetah --cfg job       # every setting of that run
 
 Fujimoto, van Hoof and Meger, *Addressing Function Approximation Error in Actor-Critic Methods*
-(ICML 2018). This file has the networks and the losses. The gradient step, which TD3+BC shares, is
-in nmer_recipes/delayed.py, and the loop around it, which all agents share, in
-nmer_recipes/training.py.
+(ICML 2018). This file defines the networks and the losses. nmer_recipes/delayed.py holds the
+gradient step, which TD3+BC shares. nmer_recipes/training.py holds the training loop, which all
+agents share.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torchrl.objectives import SoftUpdate, TD3Loss
 def make_agent(
     cfg: DictConfig, observations: int, actions: int, device: torch.device
 ) -> tuple[TensorDictModule, TensorDictModule, TD3Loss]:
-    """Returns a deterministic policy, the same with noise, and the losses with their critics."""
+    """Returns a deterministic policy, the policy with noise, and the losses with their critics."""
     actor, explorer = make_deterministic_actor(cfg, observations, actions, device)
     loss = TD3Loss(
         actor,
@@ -54,22 +54,22 @@ def make_agent(
         action_spec=bounds(actions, device),
     ).to(device)
     loss.make_value_estimator(gamma=cfg.gamma)
-    loss.set_keys(done="terminated", terminated="terminated")  # a time limit ends no value
+    loss.set_keys(done="terminated", terminated="terminated")  # keep bootstrapping at time limits
     return actor, explorer, loss
 
 
 def make_losses(
     cfg: DictConfig, agent: TD3Loss
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]:
-    """Returns the losses of the critics and of the actor, as functions of weights and batches."""
-    # Plain numbers: `torch.compile` cannot follow the config.
+    """Returns the critic loss and the actor loss, as functions of weights and batches."""
+    # Read plain numbers here: `torch.compile` cannot trace the config.
     gamma, sigma, limit = cfg.gamma, cfg.target_noise, cfg.target_noise_clip
     distance = DISTANCES[cfg.critic_loss]
     actor = Functional(agent.actor_network.module)
     critic = Functional(agent.qvalue_network.module)
 
     def critic_loss(weights: Weights, batch: Batch, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the loss, summed over critics, and the rows' absolute errors, averaged over them.
+        """Returns the loss, summed over critics, and each row's mean absolute error over critics.
 
         The noise `[B, actions]` is standard normal.
         """
@@ -83,7 +83,7 @@ def make_losses(
         return batch.mean(distances.sum(0)), (values - goal).detach().abs().mean(0)
 
     def actor_loss(weights: Weights, batch: Batch) -> Tensor:
-        """Returns the negative value of what the actor does, by the first critic."""
+        """Returns the negated value of the actor's actions, estimated by the first critic."""
         action = actor(weights.actor, batch.observation)
         first = [weight.detach()[:1] for weight in weights.critics]
         return batch.mean(-critic.each(first, batch.observation, action)[0])
@@ -94,7 +94,10 @@ def make_losses(
 def make_stock_losses(
     agent: TD3Loss,
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]:
-    """Returns the same by TorchRL's loss, which has the weights itself and draws its own noise."""
+    """Returns the same losses computed by TorchRL's loss module.
+
+    The module holds the weights itself and draws its own noise.
+    """
 
     def critic_loss(_: Weights, batch: Batch, __: Tensor) -> tuple[Tensor, Tensor]:
         loss, details = agent.value_loss(batch.as_rows())
@@ -106,8 +109,8 @@ def make_stock_losses(
 def make_update(
     cfg: DictConfig, agent: TD3Loss
 ) -> tuple[Callable[[Batch, int], Results], dict[str, Adam]]:
-    """Returns the gradient steps on a block of batches as one call, and the optimizers."""
-    SoftUpdate(agent, tau=cfg.tau)  # makes the targets; `move_targets` moves them
+    """Returns a function that takes gradient steps on a block of batches, and the optimizers."""
+    SoftUpdate(agent, tau=cfg.tau)  # creates the target networks; `move_targets` updates them
     stock = cfg.losses == "torchrl"
     losses = make_stock_losses(agent) if stock else make_losses(cfg, agent)
     return make_delayed_update(cfg, find_weights(agent), *losses)

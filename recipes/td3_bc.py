@@ -1,13 +1,13 @@
-"""TD3 with behavior cloning on fixed data, with the replay method of your choice.
+"""Trains TD3 with behavior cloning (TD3+BC) on fixed data, with the replay method of your choice.
 
 python recipes/td3_bc.py env=Hopper data=log.npz                 # NMER
 python recipes/td3_bc.py env=Hopper data=log.npz replay=uniform  # the baseline
 python recipes/td3_bc.py env=Hopper data=log.npz --cfg job       # every setting of that run
 
 Fujimoto and Gu, *A Minimalist Approach to Offline Reinforcement Learning* (NeurIPS 2021). The task
-is used for evaluation alone. This file has the networks and the losses. The gradient step, which
-TD3 shares, is in nmer_recipes/delayed.py, and the loop around it, which all agents share, in
-nmer_recipes/training.py.
+is used only for evaluation. This file defines the networks and the losses. nmer_recipes/delayed.py
+holds the gradient step, which TD3 shares. nmer_recipes/training.py holds the training loop, which
+all agents share.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torchrl.objectives import SoftUpdate, TD3BCLoss
 
 
 class Joined(nn.Sequential):
-    """Layers on inputs that are concatenated."""
+    """Layers that concatenate their inputs first."""
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Returns the outputs."""
@@ -51,7 +51,10 @@ class Joined(nn.Sequential):
 def make_agent(
     cfg: DictConfig, observations: int, actions: int, device: torch.device
 ) -> tuple[TensorDictModule, TensorDictModule, TD3BCLoss]:
-    """Returns a deterministic policy, twice since it need not explore, and losses with critics."""
+    """Returns a deterministic policy (twice) and the losses with their critics.
+
+    The policy also takes the explorer's place, since it need not explore.
+    """
     network = nn.Sequential(
         Standardize(observations, device),
         make_network(cfg, observations, actions, nn.Tanh(), device),
@@ -72,20 +75,20 @@ def make_agent(
         action_spec=bounds(actions, device),
     ).to(device)
     loss.make_value_estimator(gamma=cfg.gamma)
-    loss.set_keys(done="terminated", terminated="terminated")  # a time limit ends no value
-    SoftUpdate(loss, tau=cfg.tau)  # makes the targets; `move_targets` moves them
+    loss.set_keys(done="terminated", terminated="terminated")  # keep bootstrapping at time limits
+    SoftUpdate(loss, tau=cfg.tau)  # creates the target networks; `move_targets` updates them
     return actor, actor, loss
 
 
 @torch.no_grad()
 def standardize(cfg: DictConfig, agent: TD3BCLoss, rows: TensorDictBase) -> None:
-    """Standardizes observations by the mean and standard deviation of the data, where asked to."""
+    """Standardizes observations by the data's mean and standard deviation if `cfg.normalize`."""
     if not cfg.normalize:
         return
     seen = rows["observation"]
     mean, scale = seen.mean(0), 1 / (seen.std(0, correction=0) + 1e-3)
     width = len(mean)
-    for name, buffer in agent.named_buffers():  # of actor, critics and targets
+    for name, buffer in agent.named_buffers():  # of the actor, critics and targets
         if name.endswith("fixed_mean"):
             buffer[..., :width] = mean.to(buffer.device)
         elif name.endswith("fixed_scale"):
@@ -95,15 +98,15 @@ def standardize(cfg: DictConfig, agent: TD3BCLoss, rows: TensorDictBase) -> None
 def make_losses(
     cfg: DictConfig, agent: TD3BCLoss
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]:
-    """Returns the losses of the critics and of the actor, as functions of weights and batches."""
-    # Plain numbers: `torch.compile` cannot follow the config.
+    """Returns the critic loss and the actor loss, as functions of weights and batches."""
+    # Read plain numbers here: `torch.compile` cannot trace the config.
     gamma, sigma, limit, alpha = cfg.gamma, cfg.target_noise, cfg.target_noise_clip, cfg.bc_alpha
     distance = DISTANCES[cfg.critic_loss]
     actor = Functional(agent.actor_network.module)
     critic = Functional(agent.qvalue_network.module)
 
     def critic_loss(weights: Weights, batch: Batch, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the loss, summed over critics, and the rows' absolute errors, averaged over them.
+        """Returns the loss, summed over critics, and each row's mean absolute error over critics.
 
         The noise `[B, actions]` is standard normal.
         """
@@ -118,9 +121,9 @@ def make_losses(
         return batch.mean(distances.sum(0)), (values - goal).detach().abs().mean(0)
 
     def actor_loss(weights: Weights, batch: Batch) -> Tensor:
-        """Returns the squared distance to the data's actions, less the scaled value of its own.
+        """Returns the squared distance to the data's actions minus the scaled value of the actor's.
 
-        The value is that of the first critic, scaled to a mean size of `bc_alpha`.
+        The first critic estimates the value, which is scaled to a mean magnitude of `bc_alpha`.
         """
         action = actor(weights.actor, batch.observation, weights.actor_statistics)
         first = [weight.detach()[:1] for weight in weights.critics]
@@ -135,7 +138,7 @@ def make_losses(
 def make_update(
     cfg: DictConfig, agent: TD3BCLoss
 ) -> tuple[Callable[[Batch, int], Results], dict[str, Adam]]:
-    """Returns the gradient steps on a block of batches as one call, and the optimizers."""
+    """Returns a function that takes gradient steps on a block of batches, and the optimizers."""
     return make_delayed_update(cfg, find_weights(agent), *make_losses(cfg, agent))
 
 
