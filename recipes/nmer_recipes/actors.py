@@ -1,4 +1,4 @@
-"""Policies: deterministic ones with added noise, and squashed Gaussians."""
+"""Builds policies: deterministic ones with added noise, and squashed Gaussians."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torchrl.modules import MLP, ProbabilisticActor
 
 
 def bounds(actions: int, device: torch.device) -> Bounded:
-    """Returns the space of the actions, [-1, 1] in each dimension."""
+    """Returns the action space, [-1, 1] in each dimension."""
     return Bounded(-torch.ones(actions), torch.ones(actions), device=device)
 
 
 def make_network(
     cfg: DictConfig, observations: int, outputs: int, head: nn.Module, device: torch.device
 ) -> nn.Sequential:
-    """Returns the network of a policy: layers of `cfg.hidden` units, then the head."""
+    """Returns a policy network: layers of `cfg.hidden` units, then the head."""
     layers = {"num_cells": list(cfg.hidden), "activation_class": nn.ReLU, "device": device}
     return nn.Sequential(MLP(in_features=observations, out_features=outputs, **layers), head)
 
 
 class ExplorationNoise(nn.Module):
-    """Adds noise to actions, and keeps them in [-1, 1]."""
+    """Adds Gaussian noise to actions and clamps them to [-1, 1]."""
 
     def __init__(self, sigma: float) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class ExplorationNoise(nn.Module):
 def make_deterministic_actor(
     cfg: DictConfig, observations: int, actions: int, device: torch.device
 ) -> tuple[TensorDictModule, TensorDictModule]:
-    """Returns a deterministic policy, and the same with Gaussian noise."""
+    """Returns a deterministic policy, and the same policy with Gaussian noise."""
     network = make_network(cfg, observations, actions, nn.Tanh(), device)
     keys = {"in_keys": ["observation"], "out_keys": ["action"]}
     noisy = nn.Sequential(network, ExplorationNoise(cfg.exploration_noise))
@@ -50,31 +50,31 @@ def make_deterministic_actor(
 
 
 class SquashedNormal(Distribution):
-    """The tanh of a Gaussian: actions in [-1, 1]."""
+    """The distribution of the tanh of a Gaussian; actions are in [-1, 1]."""
 
     def __init__(self, loc: Tensor, scale: Tensor) -> None:
         super().__init__(loc.shape[:-1], loc.shape[-1:], validate_args=False)
         self.loc, self.scale = loc, scale
 
     def draw(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns actions and their log-probabilities `[B]`; the noise is standard normal."""
+        """Returns actions and their log-probabilities `[B]` from standard normal noise."""
         raw = self.loc + self.scale * noise
         normal = -noise.square() / 2 - self.scale.log() - math.log(2 * math.pi) / 2
-        slope = 2 * (math.log(2) - raw - softplus(-2 * raw))  # log of that of tanh
+        slope = 2 * (math.log(2) - raw - softplus(-2 * raw))  # log of the derivative of tanh
         return raw.tanh(), (normal - slope).sum(-1)
 
     def rsample_and_log_prob(self, shape: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
-        """Returns the same with noise of its own, as TorchRL's losses ask for it."""
+        """Draws noise and returns the same, under the name that TorchRL's losses call."""
         return self.draw(torch.randn(*shape, *self.loc.shape, device=self.loc.device))
 
     @property
     def deterministic_sample(self) -> Tensor:
-        """The action without noise; as TorchRL's, it stays off the bounds."""
+        """The action without noise; like TorchRL's, it stays strictly within the bounds."""
         return self.loc.tanh().clamp(-1 + 1e-6, 1 - 1e-6)
 
 
 class Explore(nn.Module):
-    """Draws actions by the parameters of their distribution."""
+    """Samples actions from the parameters of their distribution."""
 
     def forward(self, parameters: tuple[Tensor, Tensor]) -> Tensor:
         """Returns random actions."""
@@ -84,19 +84,19 @@ class Explore(nn.Module):
 def make_gaussian_network(
     cfg: DictConfig, observations: int, actions: int, device: torch.device
 ) -> nn.Sequential:
-    """Returns a network with the mean and the scale of a squashed Gaussian policy."""
+    """Returns a network that outputs the mean and scale of a squashed Gaussian policy."""
     return make_network(cfg, observations, 2 * actions, NormalParamExtractor(), device)
 
 
 def make_gaussian_actor(
     network: nn.Module, actions: int, device: torch.device
 ) -> tuple[ProbabilisticActor, TensorDictModule]:
-    """Returns a squashed Gaussian policy, and a module that draws from it.
+    """Returns a squashed Gaussian policy, and a module that samples from it.
 
     Args:
-        network: Returns mean and scale.
+        network: A module that returns mean and scale.
         actions: Number of action dimensions.
-        device: Of the network.
+        device: The network's device.
     """
     actor = ProbabilisticActor(
         TensorDictModule(network, in_keys=["observation"], out_keys=["loc", "scale"]),

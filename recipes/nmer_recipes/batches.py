@@ -1,4 +1,4 @@
-"""Acting by TorchRL's collectors: in this process, in others of this machine, or by Ray."""
+"""Collects rows with TorchRL's collectors: in this process, in other processes, or with Ray."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from nmer_recipes.envs import make_env
 from nmer_recipes.errors import UsageError
 from nmer_recipes.seeding import Stream
 
-_AFTER = ("observation", "reward", "terminated")  # entries of a row under "next"
-_PATIENCE = 4.0  # seconds in which processes are to end by themselves
+_AFTER = ("observation", "reward", "terminated")  # the entries of a row under "next"
+_PATIENCE = 4.0  # seconds that processes have to end by themselves
 MakeEnv = Callable[[], EnvBase]
 
 
 def find_collector(kind: str) -> type[BatchCollector]:
-    """Returns the class of `collector.kind`."""
+    """Returns the class for `collector.kind`."""
     if kind == "ray":
         from nmer_recipes.remote import RemoteCollector
 
@@ -42,20 +42,20 @@ def find_collector(kind: str) -> type[BatchCollector]:
 
 
 class BatchCollector(ABC):
-    """Hands out, one at a time, the rows of batches that a TorchRL collector brings.
+    """Returns, one at a time, the rows of the batches that a TorchRL collector collects.
 
-    Each worker has `cfg.env.count` environments and a copy of the policy on the CPU, which act for
-    `frames_per_batch` frames and then get fresh weights. Rows of a batch come in the order of time,
-    those of its environments in turns, and rows of an episode always in its order. All
-    environments start new episodes when a run is resumed.
+    Each worker has `cfg.env.count` environments and a copy of the policy on the CPU. It acts for
+    `frames_per_batch` frames and then receives new weights. Rows of a batch are in time order,
+    alternating between environments, and rows of an episode are always in order. All environments
+    start new episodes when a run is resumed.
 
     Args:
-        cfg: Of the run.
-        policy: What acts, with its exploration, after the random frames; its weights are sent.
-        make_copy: Makes the same on the CPU, where workers act.
-        seed: Of the workers.
-        stream: Where exploration in this process draws from. Its state, and that of the generators
-            outside it, go into checkpoints.
+        cfg: The run's config.
+        policy: The exploring policy that acts after the random frames; workers receive its weights.
+        make_copy: Returns the same policy on the CPU, where workers act.
+        seed: The workers' seed.
+        stream: The random stream for exploration in this process. Checkpoints include its state and
+            the state of the generators outside it.
     """
 
     workers = 1
@@ -72,8 +72,8 @@ class BatchCollector(ABC):
         self.cfg, self.seed, self.stream = cfg, seed, stream
         self.storage_device = torch.device(cfg.storage_device)
         self.frames = 0
-        self.ended: float | None = None  # the return of an episode that ended with the last frame
-        self.returns: list[float] = []  # of episodes that ended since someone took them
+        self.ended: float | None = None  # return of the episode that ended with the last frame
+        self.returns: list[float] = []  # of the episodes that ended since the list was last taken
         with torch.random.fork_rng(devices=[]):
             self._policy = _StartsAtRandom(make_copy())
         self._weights = TensorDict.from_module(policy).data
@@ -85,7 +85,7 @@ class BatchCollector(ABC):
 
     @abstractmethod
     def _make(self, make_envs: list[MakeEnv]) -> BaseCollector:
-        """Makes TorchRL's collector, with one worker for each maker of environments."""
+        """Builds TorchRL's collector, with one worker per environment factory."""
 
     def __enter__(self) -> Self:
         return self
@@ -94,9 +94,9 @@ class BatchCollector(ABC):
         self._stop()
 
     def step(self) -> TensorDictBase:
-        """The next transition, which has no batch dimension.
+        """Returns the next transition, which has no batch dimension.
 
-        A step that ends by the time limit is stored as not terminated, whatever else it was.
+        A truncated step is stored as not terminated, even if it also terminated.
         """
         if not self._rows:
             self._rows.extend(self._unpack(self._receive()))
@@ -107,7 +107,7 @@ class BatchCollector(ABC):
         return row
 
     def _unpack(self, batch: TensorDictBase) -> Iterator[tuple[TensorDictBase, float | None]]:
-        # The last dimension is time, those before it are workers and environments.
+        # The last dimension is time; the others are workers and environments.
         batch = batch.permute(batch.ndim - 1, *range(batch.ndim - 1)).reshape(-1)
         after = batch["next"]
         done, returns = after["done"].flatten().tolist(), after["episode_reward"].flatten().tolist()
@@ -119,7 +119,7 @@ class BatchCollector(ABC):
             yield row, episode_return if ends else None
 
     def _receive(self) -> TensorDictBase:
-        """Returns the next batch, after workers were begun if there are none."""
+        """Returns the next batch; starts workers if there are none."""
         self._policy.random.fill_(self.frames < self.cfg.random_frames)
         self._copy.update_(self._weights.to("cpu"))
         with self.stream:
@@ -128,7 +128,7 @@ class BatchCollector(ABC):
             return next(self._batches)
 
     def _start(self) -> None:
-        """Begins workers, each with a new seed."""
+        """Starts workers, each with a new seed."""
         seeds = np.random.SeedSequence([self.seed, self.frames, self._starts]).generate_state(
             self.workers
         )
@@ -139,13 +139,13 @@ class BatchCollector(ABC):
         self._batches = iter(self._collector)
 
     def _stop(self) -> None:
-        """Ends the workers, whatever state they are in."""
+        """Stops the workers, whatever state they are in."""
         if self._collector is not None:
             self._collector.shutdown()
         self._collector = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been counted; where the workers stand is not in it."""
+        """Returns the counters, without the workers' state."""
         return {
             "frames": self.frames,
             "returns": list(self.returns),
@@ -153,7 +153,7 @@ class BatchCollector(ABC):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there, with new episodes, and says so."""
+        """Restores the counters, starts new episodes and prints a notice."""
         self.frames, self.returns = state["frames"], list(state["returns"])
         self.stream.load_state_dict(state["stream"])
         tqdm.write(
@@ -165,7 +165,7 @@ class BatchCollector(ABC):
 
 @final
 class InProcessCollector(BatchCollector):
-    """Acts by TorchRL's `Collector` in this process."""
+    """Acts with TorchRL's `Collector` in this process."""
 
     def _make(self, make_envs: list[MakeEnv]) -> BaseCollector:
         return Collector(
@@ -173,17 +173,17 @@ class InProcessCollector(BatchCollector):
             self._policy,
             frames_per_batch=self.cfg.collector.frames_per_batch,
             total_frames=-1,
-            auto_register_policy_transforms=False,  # policies here keep no state of an episode
+            auto_register_policy_transforms=False,  # these policies keep no state of an episode
         )
 
 
 @final
 class ProcessCollector(BatchCollector):
-    """Acts by TorchRL's `MultiSyncCollector` or `MultiAsyncCollector` in processes of this machine.
+    """Acts with TorchRL's `MultiSyncCollector` or `MultiAsyncCollector` in local processes.
 
-    In step, all workers act at the same time and wait while the learner updates: the same seed
-    gives the same rows. Out of step, a worker acts as soon as its batch was taken, while the rows
-    of the others are handed out. Which is first is then a matter of time, and weights are older.
+    If `sync`, all workers act at the same time and wait while the learner updates, so the same seed
+    gives the same rows. Otherwise a worker acts as soon as its batch is taken, while rows of other
+    workers are returned. The order then depends on timing, and weights are older.
     """
 
     def __init__(self, cfg: DictConfig, *arguments: Any, **options: Any) -> None:
@@ -201,7 +201,7 @@ class ProcessCollector(BatchCollector):
                 total_frames=-1,
                 auto_register_policy_transforms=False,
                 update_at_each_batch=True,
-                # Out of step no one waits for receipts, which a lost worker would not send.
+                # An asynchronous collector waits for no receipts: a lost worker would not send one.
                 weight_sync_schemes={"policy": SharedMemWeightSyncScheme(sync=cfg.sync)},
                 num_threads=self.cfg.threads,
                 init_fn=_leave_interrupts_to_the_learner,
@@ -215,7 +215,7 @@ class ProcessCollector(BatchCollector):
     def _receive(self) -> TensorDictBase:
         try:
             return super()._receive()
-        except (RuntimeError, ValueError) as error:  # the latter where others end too slowly
+        except (RuntimeError, ValueError) as error:  # a ValueError if other workers end too slowly
             reason = str(error).strip().splitlines()[0]
             raise UsageError(
                 f"A worker of collector=multiprocess was lost at frame {self.frames} ({reason}); "
@@ -225,7 +225,7 @@ class ProcessCollector(BatchCollector):
 
 @contextmanager
 def _import_once() -> Iterator[None]:
-    """Has workers fork from a process that has imported TorchRL, instead of each importing it."""
+    """Makes workers fork from a process that has already imported TorchRL."""
     before = multiprocessing.get_start_method()
     if "forkserver" in multiprocessing.get_all_start_methods():
         multiprocessing.set_forkserver_preload(["torchrl.collectors", "torchrl.envs"])
@@ -237,12 +237,12 @@ def _import_once() -> Iterator[None]:
 
 
 def _leave_interrupts_to_the_learner() -> None:
-    """Has Ctrl-C, which reaches every process of a terminal, end workers by the learner alone."""
+    """Makes a worker ignore Ctrl-C, which reaches every process; the learner stops the workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _StartsAtRandom(TensorDictModuleBase):
-    """Uniform actions in [-1, 1] as long as `random` is set, which comes with the weights."""
+    """Acts uniformly in [-1, 1] while `random` is set; the flag is sent with the weights."""
 
     def __init__(self, policy: TensorDictModuleBase) -> None:
         super().__init__()
@@ -258,16 +258,16 @@ class _StartsAtRandom(TensorDictModuleBase):
 
 
 def make_envs(cfg: DictConfig, seed: int) -> EnvBase:
-    """The environments of a worker, with the returns of their episodes.
+    """Returns a worker's environments, which also sum the rewards of their episodes.
 
-    Exploration there draws from torch's generator, which is seeded too.
+    Seeds torch's generator too, which exploration in the worker draws from.
     """
     torch.manual_seed(seed)
     if cfg.count == 1:
         task = make_env(cfg)
     else:
         makers = [partial(make_env, cfg)] * cfg.count
-        task = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)  # TorchRL resets
+        task = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)  # TorchRL resets them
     env = TransformedEnv(GymWrapper(task), Compose(DoubleToFloat(), RewardSum()))
     env.set_seed(seed)
     return env

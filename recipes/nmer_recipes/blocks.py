@@ -1,4 +1,4 @@
-"""The rows of a frame's gradient steps as a block of plain tensors."""
+"""Arranges the rows of a frame's gradient steps as a block of plain tensors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Batch(NamedTuple):
     following: Tensor  # [..., B, observations], the next observation
     reward: Tensor  # [..., B]
     terminated: Tensor  # [..., B]
-    weight: Tensor | None = None  # [..., B], importance of rows drawn by priority
-    mask: Tensor | None = None  # [..., B, members], which members of an ensemble learn from it
+    weight: Tensor | None = None  # [..., B], importance weights of prioritized sampling
+    mask: Tensor | None = None  # [..., B, members], which ensemble members learn from a row
 
     def unbind(self) -> list[Batch]:
         """Returns the K batches of a block."""
@@ -27,7 +27,7 @@ class Batch(NamedTuple):
         return [Batch(*entries) for entries in zip(*parts, strict=True)]
 
     def as_rows(self) -> TensorDict:
-        """Returns a batch `[B]` as the rows that losses of TorchRL take."""
+        """Returns a batch `[B]` as the rows that TorchRL's losses take."""
         flags = {"terminated": self.terminated.unsqueeze(-1)}
         after = {"observation": self.following, "reward": self.reward.unsqueeze(-1), **flags}
         rows = {"observation": self.observation, "action": self.action, "next": after}
@@ -35,24 +35,24 @@ class Batch(NamedTuple):
         return TensorDict({**rows, **weight}, batch_size=self.reward.shape)
 
     def mean(self, losses: Tensor) -> Tensor:
-        """Averages losses `[B]` over the rows, by their importance where they have one."""
+        """Returns the mean of losses `[B]` over the rows, weighted by importance if given."""
         if self.weight is None:
             return losses.mean()
         return (losses * self.weight).sum() / self.weight.sum()
 
     def clone(self) -> Batch:
-        """Returns a copy in memory of its own."""
+        """Returns a copy with its own memory."""
         return Batch(*(None if x is None else x.clone() for x in self))
 
     def copy_(self, other: Batch) -> None:
-        """Takes on the values of another, without waiting for the device."""
+        """Copies the values of another batch into this one, without waiting for the device."""
         for x, y in zip(self, other, strict=True):
             if x is not None and y is not None:
                 x.copy_(y, non_blocking=True)
 
 
 def join_blocks(blocks: Sequence[Batch]) -> Batch:
-    """Returns a block whose batches are those of several blocks `[K, B_i]` side by side.
+    """Concatenates blocks `[K, B_i]` along their rows.
 
     Importance weights are relative to the buffer that a block was drawn from. They are scaled to a
     mean of 1 over each batch, so that every block keeps its share of the loss.

@@ -1,4 +1,4 @@
-"""Checkpoints that a kill at any moment leaves whole."""
+"""Writes checkpoints that stay intact if the run is killed at any moment."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from nmer_torchrl.storages import move_state
 
 
 class Checkpoint:
-    """Saves the state of some parts into one file, and loads it.
+    """Saves the state of several parts to one file, and loads it.
 
     Args:
-        directory: Of the run.
-        parts: Anything with `state_dict` and `load_state_dict`, by name.
+        directory: The run's directory.
+        parts: Objects with `state_dict` and `load_state_dict`, by name.
     """
 
     def __init__(self, directory: Path, **parts: Any) -> None:
         self.path, self.parts = directory / CHECKPOINT, parts
 
     def save(self, *, last: bool = False) -> None:
-        """Takes the place of the checkpoint before it, in one step.
+        """Replaces the previous checkpoint atomically.
 
-        Where that fails, on a full disk for one, the one before it stays, and the run goes on
-        unless this was to be the `last`.
+        If writing fails, for example on a full disk, the previous checkpoint stays. The run then
+        continues, unless this is the `last` checkpoint.
         """
         state = {name: part.state_dict() for name, part in self.parts.items()}
         with stopped_by_errors(self.path.parent) if last else told_of_errors(self.path):
@@ -39,7 +39,7 @@ class Checkpoint:
 
     def load(self) -> None:
         """Restores every part."""
-        # Rows that have no room in memory pass through it page by page.
+        # Rows that do not fit into memory are read page by page.
         mapped = any(
             isinstance(part, ReplayBuffer) and isinstance(part.storage, RowFiles)
             for part in self.parts.values()
@@ -55,9 +55,9 @@ class Checkpoint:
 
 
 def fit_device(buffer: ReplayBuffer, state: dict[str, Any]) -> None:
-    """Moves a buffer's state to its device, which need not be the one that it was saved on.
+    """Moves a saved buffer state to the buffer's device, which may differ from the saved one.
 
-    TorchRL would leave the rows where they are, and make a generator for the device of before.
+    TorchRL would leave the rows where they are, and create a generator for the saved device.
     """
     state["_storage"] = move_state(state["_storage"], buffer.storage.device)
     generator = buffer.sampler._rng
@@ -68,10 +68,10 @@ def fit_device(buffer: ReplayBuffer, state: dict[str, Any]) -> None:
 
 
 def fit_capacity(buffer: ReplayBuffer, state: dict[str, Any]) -> None:
-    """Makes the state of a buffer with fewer rows fit, as that of a run that is taken further.
+    """Fits the saved state of a smaller buffer to this one, as when a run is extended.
 
-    The rows go to where they would be if the buffer had been as large from the start. All else in
-    the state depends on the stored rows alone.
+    Rows get the positions that they would have if the buffer had always been this large. The rest
+    of the state depends only on the stored rows.
     """
     saved, storage = state["_storage"], buffer.storage
     if not saved["_storage"]:
@@ -79,13 +79,13 @@ def fit_capacity(buffer: ReplayBuffer, state: dict[str, Any]) -> None:
     rows = TensorDict().load_state_dict(saved["_storage"], strict=False)
     if len(rows) < storage.max_size:
         stored = saved["_len"]
-        storage.set(torch.arange(stored), rows[:stored])  # which allocates all of it
+        storage.set(torch.arange(stored), rows[:stored])  # allocates the whole storage
         state["_storage"] = storage.state_dict()
-        state["_writer"]["_cursor"] = stored  # a full one had gone back to 0
+        state["_writer"]["_cursor"] = stored  # the cursor of a full buffer was back at 0
 
 
 def read_state(path: Path, remedy: str, *, mapped: bool = False) -> dict[str, Any]:
-    """What was saved in a file, of which nothing is executed; `mapped` reads it when it is used."""
+    """Loads a saved file without executing anything; `mapped` reads the data on use."""
     try:
         return torch.load(path, weights_only=True, map_location="cpu", mmap=mapped)
     except Exception as error:

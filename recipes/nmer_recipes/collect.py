@@ -1,4 +1,4 @@
-"""Acting in the environments: the collectors of a run, and the one that acts frame by frame."""
+"""Acts in the environments: builds a run's collector, and acts frame by frame."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class UpdateCounter:
 
     def __init__(self, stream: Stream) -> None:
         self.stream, self.frames = stream, 0
-        self.returns: list[float] = []  # of training episodes, of which there are none
+        self.returns: list[float] = []  # of training episodes; always empty
 
     def __enter__(self) -> UpdateCounter:
         return self
@@ -39,15 +39,15 @@ class UpdateCounter:
         pass
 
     def step(self) -> None:
-        """Counts."""
+        """Counts an update."""
         self.frames += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been counted, and the generators of the updates."""
+        """Returns the count and the state of the updates' generators."""
         return {"frames": self.frames, "stream": self.stream.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Restores the count and the generators."""
         self.frames = state["frames"]
         self.stream.load_state_dict(state["stream"])
 
@@ -59,7 +59,10 @@ def make_collector(
     make_copy: Callable[[], TensorDictModuleBase],
     seed: dict[str, int],
 ) -> FrameCollector | BatchCollector | UpdateCounter:
-    """What `cfg.collector` describes; `make_copy` makes a policy like the one given, on the CPU."""
+    """Builds the collector that `cfg.collector` describes.
+
+    `make_copy` returns a policy like the one given, on the CPU.
+    """
     device = torch.device(cfg.device)
     stream = Stream(seed["exploration"], device)
     if "collector" not in cfg:
@@ -81,26 +84,25 @@ def make_collector(
 
 
 class FrameCollector:
-    """Acts in Gymnasium tasks by one frame, and can stop and go on within an episode.
+    """Acts in Gymnasium tasks frame by frame; can be resumed within an episode.
 
-    Several environments act in rounds: one call of the policy for all of them, then one step of
-    each. Their rows are handed out one at a time, in the order of the environments, before the next
-    round, so that a row is stored up to `len(envs) - 1` frames after the weights that it was acted
-    by.
+    Several environments act in rounds: one policy call for all of them, then one step of each.
+    Their rows are returned one at a time, in the order of the environments, before the next round.
+    A row is therefore stored up to `len(envs) - 1` frames after the weights that produced it.
 
-    TorchRL's `Collector` spends several milliseconds on a batch of one frame, its environments one
-    of them, and its state leaves out the observation to act on next, without which a resumed run
-    takes another path.
+    TorchRL's `Collector` spends several milliseconds on a batch of one frame, of which its
+    environments take one. Its state leaves out the next observation to act on, so a resumed run
+    takes a different path.
 
     Args:
-        envs: The task, once or several times, with actions in [-1, 1].
-        policy: What acts, with its exploration, after the random frames.
-        seed: Of the first environment; the others have the numbers that follow.
-        random_frames: Number of first frames with uniform actions, over all environments; a round
-            that begins within them is random as a whole.
-        stream: Where exploration draws from.
-        device: Of the policy.
-        storage_device: Of the rows; that of the policy unless given.
+        envs: One or several copies of the task, with actions in [-1, 1].
+        policy: The exploring policy that acts after the random frames.
+        seed: Seed of the first environment; the others use the numbers that follow.
+        random_frames: Number of first frames with uniform actions, over all environments. A round
+            that begins within them is entirely random.
+        stream: The random stream for exploration.
+        device: The policy's device.
+        storage_device: The rows' device. Defaults to the policy's.
     """
 
     def __init__(
@@ -120,9 +122,9 @@ class FrameCollector:
         self.random_frames = random_frames
         self.frames = 0
         self.episode_returns = [0.0] * len(self.envs)
-        self.ended: float | None = None  # the return of an episode that ended with the last frame
-        self.returns: list[float] = []  # of episodes that ended since someone took them
-        self._rows: deque[tuple[TensorDict, float | None]] = deque()  # to be handed out
+        self.ended: float | None = None  # return of the episode that ended with the last frame
+        self.returns: list[float] = []  # of the episodes that ended since the list was last taken
+        self._rows: deque[tuple[TensorDict, float | None]] = deque()  # not yet returned
         width = 2 * self.envs[0].observation_space.shape[0] + 2
         self._host = _host_memory(len(self.envs) * width, self.storage_device)
         starts = [env.reset(seed=seed + i)[0] for i, env in enumerate(self.envs)]
@@ -136,9 +138,9 @@ class FrameCollector:
             env.close()
 
     def step(self) -> TensorDict:
-        """Acts unless a row is left; returns the next transition, which has no batch dimension.
+        """Returns the next transition, without a batch dimension; acts if no row is left.
 
-        A step that ends by the time limit is stored as not terminated, whatever else it was.
+        A truncated step is stored as not terminated, even if it also terminated.
         """
         if not self._rows:
             self._act()
@@ -160,7 +162,7 @@ class FrameCollector:
             else:
                 batch = _join(seen).to(self.device, non_blocking=True)
                 action = self._choose(batch)
-        chosen = action.cpu()  # the only wait of a round, for what the device has to do until here
+        chosen = action.cpu()  # the only wait of a round: the device finishes its queue
         steps, ended = [], []
         for i, (env, taken) in enumerate(zip(self.envs, _part(chosen, len(seen)), strict=True)):
             after, reward, terminated, truncated, _ = env.step(taken.numpy())
@@ -183,10 +185,10 @@ class FrameCollector:
             self._rows.append((TensorDict(observation=before, action=done, next=step), end))
 
     def _upload(self, *arrays: np.ndarray) -> tuple[Tensor, ...]:
-        """Copies vectors to where rows are stored as float32, at once and without waiting.
+        """Copies vectors to the storage device as float32, in one transfer and without waiting.
 
-        They go through memory of the host that is used again by the next call. By then the device
-        has read it, since an action was waited for in between.
+        They pass through host memory that the next call reuses. By then the device has read it,
+        since an action was waited for in between.
         """
         widths = [len(array) for array in arrays]
         host = self._host[: sum(widths)]
@@ -194,10 +196,10 @@ class FrameCollector:
         return host.to(self.storage_device, non_blocking=True, copy=True).split(widths)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the episodes stand, which rows are left, and what has been counted."""
+        """Returns the state of the episodes, the rows that are left, and the counters."""
         return {
             "envs": [envs.get_state(env) for env in self.envs],
-            # Clones: alone, without what came with them.
+            # Clone, so that only these values are saved and not the memory they share.
             "observations": [observation.clone() for observation in self._observations],
             "episode_returns": list(self.episode_returns),
             "rows": [{"row": row.clone().to_dict(), "ended": end} for row, end in self._rows],
@@ -207,11 +209,11 @@ class FrameCollector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there, in the middle of the episodes where these can be restored.
+        """Restores the state, and continues within the episodes if they can be restored.
 
-        The state of another collector has none of them.
+        The state of a different collector has no episodes.
         """
-        if "env" in state:  # written before there could be several
+        if "env" in state:  # written by a version with a single environment
             single = ("env", "observation", "episode_return")
             state = state | {f"{name}s": [state[name]] for name in single}
         saved, fresh = state.get("envs", ()), {}
@@ -239,7 +241,7 @@ class FrameCollector:
 
 
 def _without_tensordicts(policy: TensorDictModuleBase) -> Callable[[Tensor], Tensor]:
-    """Returns a policy as a function of observations, which saves a third of its time."""
+    """Returns the policy as a function of observations, which saves a third of its time."""
     if type(policy) is TensorDictModule and (policy.in_keys, policy.out_keys) == (
         ["observation"],
         ["action"],
@@ -249,18 +251,18 @@ def _without_tensordicts(policy: TensorDictModuleBase) -> Callable[[Tensor], Ten
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns a batch of them; one alone as it is, which is acted on in less time."""
+    """Stacks tensors to a batch; returns a single one as it is, which is faster to act on."""
     return tensors[0] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
 def _part(batch: Tensor, number: int) -> Sequence[Tensor]:
-    """Returns what `_join` would join to this."""
+    """Splits a batch into the tensors that `_join` joined."""
     return [batch] if number == 1 else batch.unbind(0)
 
 
 def _host_memory(size: int, device: torch.device) -> Tensor:
-    """Returns float32 memory that CUDA can copy from in the background, where there is some."""
+    """Returns float32 host memory, pinned if CUDA can then copy it in the background."""
     try:
         return torch.empty(size, pin_memory=device.type == "cuda")
-    except RuntimeError:  # the system lets no more be pinned: copies are right, and may wait
+    except RuntimeError:  # the system pins no more memory: copies still work but may wait
         return torch.empty(size)

@@ -1,4 +1,4 @@
-"""Compiled and captured updates: when they are worth it, and whether this machine can make them."""
+"""Compiles and captures updates where that saves time and the machine supports it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from nmer_recipes.blocks import Batch
 from nmer_recipes.errors import UsageError
 
-_WORTH = 50_000  # updates from which compiling, about a minute, saves time
-_WARM_UP = 3  # calls before a CUDA graph is captured, in which a function is compiled and tuned
+_WORTH = 50_000  # updates from which compiling (about a minute) saves time
+_WARM_UP = 3  # calls before a CUDA graph is captured; they compile and tune the function
 
-Results = tuple[dict[str, Tensor], Tensor]  # losses by name, and the TD errors of the rows
+Results = tuple[dict[str, Tensor], Tensor]  # losses by name, and the rows' TD errors
 
 
 def stack(steps: Iterable[Results]) -> Results:
@@ -29,10 +29,10 @@ def stack(steps: Iterable[Results]) -> Results:
 
 
 def make_steps(step: Callable[..., Results]) -> Callable[..., Results]:
-    """Returns the gradient steps on a block `[K, B]`, one after the other.
+    """Returns a function that takes a gradient step on each batch of a block `[K, B]`, in order.
 
-    A step is called by the agent's state, which it moves in place, by its batch and noise, and by
-    its own of each of the constants, which are tuples `[K]`.
+    A step takes the agent's state, which it changes in place, its batch, its noise and its own
+    value of each of the constants, which are tuples `[K]`.
     """
 
     def run(state: Any, block: Batch, noise: Tensor, *constants: tuple[Hashable, ...]) -> Results:
@@ -45,7 +45,7 @@ def make_steps(step: Callable[..., Results]) -> Callable[..., Results]:
 def over_blocks(
     cfg: DictConfig, step: Callable[..., Results], get_state: Callable[[], Any]
 ) -> Callable[..., Results]:
-    """Returns a call that makes a gradient step on each batch of a block `[K, B]`.
+    """Returns a function that takes a gradient step on each batch of a block `[K, B]`.
 
     If `cfg.compile` says so, the step is compiled. On CUDA, all steps of the block then run as one
     CUDA graph.
@@ -70,7 +70,7 @@ def maybe_compile(cfg: DictConfig, step: Callable[..., Results]) -> Callable[...
     """
     if not is_worth_it(cfg):
         return step
-    # One graph for each value of the constants, such as whether a step moves the actor.
+    # Each value of the constants, such as whether a step updates the actor, has its own graph.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     return torch.compile(torch.no_grad()(step), fullgraph=True, dynamic=False)
 
@@ -101,12 +101,12 @@ def is_worth_it(cfg: DictConfig) -> bool:
 
 
 class Captured:
-    """Runs the update of a block on CUDA as one graph: a single launch, and no wait for the device.
+    """Runs the update of a block on CUDA as one graph: one launch, no wait for the device.
 
-    For each size of block, and each value of the constants that say which steps do what, the first
-    calls run the update as it is. The next one records it, on memory of its own, and from then on a
-    call copies its arguments there and replays the record. Results are overwritten by the next such
-    call. `tensordict.nn.CudaGraphModule` does the same, but waits for the device before a replay.
+    For each block size and each value of the constants, the first calls run the update directly.
+    The next call records it on its own memory. Later calls copy their arguments there and replay
+    the graph. Each replay overwrites the previous results. `tensordict.nn.CudaGraphModule` does the
+    same, but waits for the device before a replay.
     """
 
     def __init__(self, update: Callable[..., Results]) -> None:
@@ -122,7 +122,7 @@ class Captured:
 
 
 class _Graph:
-    """One record of an update."""
+    """One recorded update."""
 
     def __init__(self, update: Callable[[Batch, Tensor], Results]) -> None:
         self.update = update
@@ -136,7 +136,7 @@ class _Graph:
         if self.graph is None:
             self.block, self.noise = block.clone(), noise.clone()
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):  # records, and computes nothing
+            with torch.cuda.graph(self.graph):  # records without computing
                 self.results = self.update(self.block, self.noise)
         self.block.copy_(block)
         self.noise.copy_(noise)
@@ -144,7 +144,7 @@ class _Graph:
         return self.results
 
     def _run_aside(self, block: Batch, noise: Tensor) -> Results:
-        """Runs it on another stream, as calls before a capture must be."""
+        """Runs the update on another stream, as required before a capture."""
         here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
@@ -156,9 +156,9 @@ class _Graph:
 @cache
 def why_not(device: str) -> str | None:
     """Returns why torch.compile does not work on this machine, or None if it does."""
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it misses CUDA
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns without CUDA
     try:
         torch.compile(lambda x: x.sin() + 1.0)(torch.ones(8, device=device))
-    except Exception as error:  # whatever the compiler says
+    except Exception as error:  # any error of the compiler
         return str(error).strip().splitlines()[0]
     return None

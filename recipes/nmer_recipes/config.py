@@ -1,4 +1,4 @@
-"""Configuration: resolvers for the paper's settings, checks, and the entry point of a recipe."""
+"""Composes and checks the config: resolvers for the paper's settings, and the entry point."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def _paper(name: str, *, _root_: DictConfig) -> int | float | None:
 
 
 def _known_task(env: DictConfig) -> str:
-    """Returns the name of a task of `recipes/conf/env`, and of another task its id.
+    """Returns the name of a task from `recipes/conf/env`, or the id of any other task.
 
-    A task of one's own may have the name of one of the paper's, but not its settings.
+    A user's task may share the name of one of the paper's tasks, but not its settings.
     """
     return env.name if "version" in env else env.id
 
 
 def _task_name(*, _parent_: DictConfig) -> str:
-    """Returns a name for a task from its id: `my_package:MyRobot-v0` is called `MyRobot-v0`."""
+    """Returns a name for a task from its id: `my_package:MyRobot-v0` becomes `MyRobot-v0`."""
     separator = "." if _parent_.get("kind") == "torchrl" else ":"
     return re.sub(r"[^\w.-]+", "-", _parent_.id.rpartition(separator)[2])
 
@@ -66,10 +66,10 @@ def _default_device() -> str:
 
 
 def register_resolvers() -> None:
-    """Makes `${paper:...}` and the like, the replay methods and the open settings known."""
+    """Registers resolvers such as `${paper:...}`, the replay methods and the open settings."""
     register_methods()
     opened = OmegaConf.create({"env": {"kwargs": {}}})
-    OmegaConf.set_struct(opened.env.kwargs, False)  # takes any name without `+`
+    OmegaConf.set_struct(opened.env.kwargs, False)  # accepts any name without `+`
     ConfigStore.instance().store("open", opened, provider="recipes")
     for name, resolver in {
         "paper": _paper,
@@ -82,8 +82,8 @@ def register_resolvers() -> None:
         OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
-# What a job on a cluster gets unless `hydra.launcher.NAME=...` says otherwise. When its time is up
-# it is put back into the queue, this often at most, and goes on from its last checkpoint.
+# Defaults of a cluster job; `hydra.launcher.NAME=...` overrides them. A job whose time is up is
+# requeued at most `max_num_timeout` times, and continues from its last checkpoint.
 _SLURM = {
     "cpus_per_task": "${threads}",
     "mem_gb": 8,
@@ -93,18 +93,18 @@ _SLURM = {
 }
 
 
-# A search by Optuna looks for the highest score. Its seed is fixed, so that the same command draws
-# the same trials again: those that are complete are read, and one that was killed goes on.
+# Optuna maximizes the score. Its seed is fixed, so that the same command draws the same trials
+# again: complete trials are read, and a killed one continues.
 _OPTUNA = {"direction": "maximize", "n_jobs": 1}
 _SAMPLERS = ("tpe", "random", "cmaes", "nsgaii")
 
 
 def register_plugins() -> None:
-    """Gives launchers and sweepers defaults that suit a run, where they are installed."""
-    # Jobs in other processes find the recipes' modules by this.
+    """Sets defaults for installed launchers and sweepers that suit a run."""
+    # Jobs in other processes need this path to find the recipes' modules.
     paths = [str(CONF.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    Plugins.instance()  # has the plugins register theirs
+    Plugins.instance()  # makes the plugins register their configs
     _add_defaults("hydra/launcher", "submitit_slurm", _SLURM)
     _add_defaults("hydra/sweeper", "optuna", _OPTUNA)
     for name in _SAMPLERS:
@@ -112,7 +112,7 @@ def register_plugins() -> None:
 
 
 def _add_defaults(group: str, name: str, defaults: dict[str, Any]) -> None:
-    """Changes the defaults of a config that a plugin has registered, if it has."""
+    """Changes the defaults of a config if a plugin has registered it."""
     store = ConfigStore.instance()
     try:
         found = store.load(f"{group}/{name}.yaml")
@@ -123,7 +123,7 @@ def _add_defaults(group: str, name: str, defaults: dict[str, Any]) -> None:
 
 
 def with_overrides(arguments: list[str], overrides: list[str]) -> list[str]:
-    """A command line with some overrides before its own: Hydra takes them only all together."""
+    """Inserts overrides before the command line's own: Hydra accepts them only in one group."""
     given = (i for i, word in enumerate(arguments) if "=" in word and not word.startswith("-"))
     at = next(given, len(arguments))
     return [*arguments[:at], *overrides, *arguments[at:]]
@@ -134,12 +134,12 @@ def run_recipe(
     name: str,
     validate: Callable[[DictConfig], None] | None = None,
 ) -> None:
-    """Composes the config `name` from the command line, checks it and trains by it."""
+    """Composes the config `name` from the command line, checks it and trains with it."""
     register_resolvers()
     register_plugins()
     shows = re.search(r"(--cfg|-c)[ =]job\b", " ".join(sys.argv))
     if shows and "--resolve" not in sys.argv:
-        sys.argv.append("--resolve")  # so that the paper's values show
+        sys.argv.append("--resolve")  # so that the paper's values are shown
 
     typed = [re.sub("^data=", "data.source=", word) for word in sys.argv[1:]]
     try:
@@ -156,7 +156,7 @@ def run_recipe(
         sweep = task.mode == RunMode.MULTIRUN
         try:
             check_names(cfg, name, task.runtime.choices)
-            trains = "run_dir" in cfg  # rather than measures, and has a directory of its own
+            trains = "run_dir" in cfg  # other recipes measure, and have no directory of their own
             if trains and not sweep and cfg.resume not in (None, "auto"):
                 cfg = continue_config(cfg, typed)
             by_rule = _set_by_rule(cfg)
@@ -171,20 +171,20 @@ def run_recipe(
             return read_score(Path(cfg.run_dir))
         except UsageError as error:
             message = f"{name}.py: {error}"
-            # One run that cannot be made must not end those beside it.
+            # A run that fails must not stop the other runs of a sweep.
             raise (RuntimeError if sweep else SystemExit)(message) from None
 
     hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(job)()
 
 
 def _set_by_rule(cfg: DictConfig) -> list[str]:
-    """Returns the settings that were not given, and that depend on task and method."""
+    """Returns the settings that were not given and that depend on task and method."""
     settings = flatten(OmegaConf.to_container(cfg))
     return [name for name, value in settings.items() if str(value).startswith("${paper:")]
 
 
 def _tell_rule(cfg: DictConfig, names: list[str]) -> None:
-    """Says which rule has set these settings, and to what."""
+    """Prints which rule has set these settings, and their values."""
     if names:
         rule = paper.rule(cfg.algorithm, _known_task(cfg.env), cfg.replay.kind)
         values = " ".join(f"{name}={show(OmegaConf.select(cfg, name))}" for name in names)
@@ -201,14 +201,14 @@ def _resolve_checked(cfg: DictConfig, validate: Callable[[DictConfig], None]) ->
 
 
 def check(cfg: DictConfig) -> None:
-    """Raises a `UsageError` for a value that no run could use."""
+    """Raises a `UsageError` for settings that cannot run."""
     check_task_settings(cfg.env)
     make_method(cfg.replay)
     check_run(cfg)
 
 
 def check_task_settings(env: DictConfig) -> None:
-    """Raises a `UsageError` for a task that is not named, or by settings that contradict."""
+    """Raises a `UsageError` if the task is not named or its settings contradict each other."""
     if OmegaConf.is_missing(env, "id"):
         example = "torchrl.envs.PendulumEnv" if "kind" in env else "my_package:MyRobot-v0"
         raise UsageError(f"The task is not named; give env.id, as env.id={example}: {TASK_PAGE}.")
@@ -229,7 +229,7 @@ _OF_DATA = ("share", "across", "clip", "max_steps")  # settings that need data.s
 
 
 def check_run(cfg: DictConfig) -> None:
-    """Does the same without a look at the replay method."""
+    """Raises a `UsageError` for settings that cannot run; ignores the replay method."""
     check_values(cfg)
     if cfg.get("random_frames", 0) >= cfg.total_frames:
         raise UsageError(

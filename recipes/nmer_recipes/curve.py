@@ -1,4 +1,4 @@
-"""The learning curve of a run."""
+"""Draws the learning curve of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that are there before a run: read, checked against the task, and kept for the next run."""
+"""Loads recorded rows: reads them, checks them against the task, and caches them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from nmer_torchrl.offline.sources import SCALED
 from nmer_torchrl.storages import move_state
 
 _AFTER = ("observation", "reward", "terminated")
-_BLOCK = 256  # rows whose neighbours are looked up at a time
-_TOLERANCE = 1e-3  # by which actions may lie outside their bounds, as rounding does
+_BLOCK = 256  # rows whose neighbors are looked up at a time
+_TOLERANCE = 1e-3  # how far actions may exceed their bounds, to allow for rounding
 
 
 def make_sources(
     cfg: DictConfig, env: gymnasium.Env, seed: dict[str, int], directory: Path
 ) -> dict[str, Source]:
-    """Returns what a run draws from, by name: the rows to come, those of `cfg.data`, or both."""
+    """Returns the sources of a run's batches, by name: collected rows, `cfg.data`, or both."""
     size = cfg.batch_size
     if cfg.data.source is None:
         return {"buffer": Source(make_buffer(cfg, seed["replay"], directory), size)}
@@ -60,11 +60,11 @@ def make_sources(
 def load_buffer(
     cfg: DictConfig, env: gymnasium.Env, seed: int, directory: Path | None = None
 ) -> TensorDictReplayBuffer:
-    """Returns a buffer that holds the rows of `cfg.data.source`, with their neighbours looked up.
+    """Returns a buffer with the rows of `cfg.data.source`, whose neighbors are looked up.
 
-    The first run reads the source and looks up the neighbours, which may take minutes. It keeps
-    both in `cfg.data.cache`, from where the next run with this source and method takes them. With
-    `storage=memmap`, rows are in files of `directory`, where that is given.
+    The first run reads the source and looks up the neighbors, which may take minutes. It stores
+    both in `cfg.data.cache`, where the next run with this source and method finds them. With
+    `storage=memmap`, rows are kept in files of `directory`, if given.
     """
     path, kept = cache_file(cfg, env), None
     if path is not None and path.exists():
@@ -86,16 +86,16 @@ def load_buffer(
     with told_of_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         sampler = move_state(buffer.sampler.state_dict(), torch.device("cpu"))
-        draft = path.with_name(f"{path.name}.{os.getpid()}")  # others may write it, too
+        draft = path.with_name(f"{path.name}.{os.getpid()}")  # other runs may write the same file
         write_state(draft, {"rows": rows.to_dict(), "size": len(rows), "sampler": sampler})
         draft.replace(path)
     return buffer
 
 
 def read_rows(cfg: DictConfig, env: gymnasium.Env) -> TensorDict:
-    """Prints a summary of `cfg.data.source`, and returns its rows with actions in [-1, 1].
+    """Prints a summary of `cfg.data.source` and returns its rows with actions in [-1, 1].
 
-    Raises a `UsageError` for rows whose widths or actions do not fit the task.
+    Raises a `UsageError` if the rows' widths or actions do not fit the task.
     """
     try:
         found = load_transitions(cfg.data.source, max_steps=cfg.data.max_steps)
@@ -113,14 +113,14 @@ def read_rows(cfg: DictConfig, env: gymnasium.Env) -> TensorDict:
                 f"data={cfg.data.source} has {name} of {given} entries, but those of "
                 f"{cfg.env.id} have {wanted}; name data of this task, or the task of these data."
             )
-    if SCALED not in found.notes:  # as those of a run are
+    if SCALED not in found.notes:  # a run's own rows are rescaled already
         rows["action"] = rescale(cfg, env, rows["action"])
     return rows
 
 
 def rescale(cfg: DictConfig, env: gymnasium.Env, actions: Tensor) -> Tensor:
-    """Returns actions `[N, m]` in [-1, 1] from those in the bounds of the task."""
-    bounds = env.env.action_space  # of the task itself, before its actions were rescaled
+    """Rescales actions `[N, m]` from the task's bounds to [-1, 1]."""
+    bounds = env.env.action_space  # the task's own bounds, before rescaling
     low, high = (torch.from_numpy(bound.copy()).float() for bound in (bounds.low, bounds.high))
     scaled = 2 * (actions - low) / (high - low) - 1
     outside = (scaled.abs() > 1 + _TOLERANCE).any(0)
@@ -135,7 +135,7 @@ def rescale(cfg: DictConfig, env: gymnasium.Env, actions: Tensor) -> Tensor:
 
 
 def look_up_neighbors(buffer: TensorDictReplayBuffer) -> None:
-    """Looks up the neighbours of every row, so that draws need not; shows how long it takes."""
+    """Looks up the neighbors of every row, so that sampling need not; shows a progress bar."""
     loop.synchronize(buffer)
     sampler = buffer.sampler
     if not hasattr(sampler, "neighbors"):
@@ -147,10 +147,10 @@ def look_up_neighbors(buffer: TensorDictReplayBuffer) -> None:
 
 
 def cache_file(cfg: DictConfig, env: gymnasium.Env) -> Path | None:
-    """Returns where the buffer of these data and this method is kept.
+    """Returns the path of the cached buffer of these data and this method.
 
-    Another file under the same name, another method and another task have another place. It is None
-    for the id of a dataset, whose files may change unseen.
+    The path changes with the file, the method and the task. It is None for a dataset id, since the
+    dataset's files may change unnoticed.
     """
     source = Path(cfg.data.source)
     if not source.exists():

@@ -1,4 +1,4 @@
-"""The gradient step of TD3 and TD3+BC: the actor moves less often than the critics."""
+"""The gradient step of TD3 and TD3+BC, which update the actor less often than the critics."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from nmer_recipes.optim import Adam, Moments, clip, clip_each, decay, differenti
 
 
 class Turn(NamedTuple):
-    """What else a step of the critics moves; it depends on the step's number alone."""
+    """Says what a step updates besides the critics; depends only on the step's number."""
 
     actor: bool
     targets: bool
 
 
 class State(NamedTuple):
-    """What a step moves in place."""
+    """The tensors that a gradient step updates in place."""
 
     weights: Weights
     actor_moments: Moments
@@ -36,13 +36,13 @@ def make_delayed_update(
     critic_loss: Callable[[Weights, Batch, Tensor], tuple[Tensor, Tensor]],
     actor_loss: Callable[[Weights, Batch], Tensor],
 ) -> tuple[Callable[[Batch, int], Results], dict[str, Adam]]:
-    """Returns the gradient steps on a block of batches as one call, and the optimizers.
+    """Returns a function that takes gradient steps on a block of batches, and the optimizers.
 
     Args:
-        cfg: Of the run.
-        weights: Of the agent; steps move them in place.
-        critic_loss: Returns the loss of the critics, and the rows' absolute TD errors.
-        actor_loss: Returns the loss of the actor.
+        cfg: The run's config.
+        weights: The agent's weights; steps update them in place.
+        critic_loss: Returns the critics' loss and the rows' absolute TD errors.
+        actor_loss: Returns the actor's loss.
     """
     delay, interval = cfg.policy_delay, cfg.target_interval
     limit, l2, tau = cfg.grad_clip, cfg.actor_l2, cfg.tau
@@ -50,7 +50,7 @@ def make_delayed_update(
     critic_optimizer = Adam(weights.critics, lr=cfg.lr)
 
     def step(state: State, batch: Batch, noise: Tensor, turn: Turn) -> Results:
-        """One step of the critics, and in their turn of the actor and of the targets."""
+        """Updates the critics, and in their `turn` the actor and the targets."""
         weights, actor_moments, critic_moments = state
 
         def of_critics(critics: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -76,7 +76,7 @@ def make_delayed_update(
     )
 
     def update(block: Batch, done: int) -> Results:
-        """A step on each batch of a block `[K, B]`, after so many steps."""
+        """Takes a gradient step on each batch of a block `[K, B]`, after `done` earlier steps."""
         turns = tuple(
             Turn(n % delay == 0, n % interval == 0)
             for n in range(done + 1, done + 1 + len(block.reward))

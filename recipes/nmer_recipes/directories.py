@@ -1,4 +1,4 @@
-"""Run directories: where a run writes, and whether one may go on there."""
+"""Finds the directory of a run, and checks whether a run may continue there."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from omegaconf.errors import OmegaConfBaseException
 from nmer_recipes.errors import UsageError
 from nmer_recipes.files import CHECKPOINT, resume_word, write_text
 
-# What may differ between a run and its continuation.
+# Settings that may differ between a run and its continuation.
 FREE = {"resume", "run_dir", "checkpoint_every", "video", "logger"}
 FREE |= {"threads", "compile", "losses", "device", "storage_device", "storage", "collector"}
-FREE |= {"replay.search", "data.cache"}  # other ways to the same neighbours, and to the same rows
+FREE |= {"replay.search", "data.cache"}  # these give the same neighbors and the same rows
 _ADDED = {
     "critic_loss": "squared",
     "data": {"source": None},
     "env": {"count": 1, "kwargs": {}, "wrappers": None, "max_steps": None},
 }
-_DECIDED = {"target_entropy"}  # null until a run has looked at its task
-_LONGEST_GROUP = 128  # characters that W&B takes
-_LONGEST_NAME = 200  # bytes; most file systems take 255
-_CUT_NAME = 120  # bytes of a longer one that are kept
+_DECIDED = {"target_entropy"}  # null until the run has read it from its task
+_LONGEST_GROUP = 128  # characters that W&B accepts
+_LONGEST_NAME = 200  # bytes; most file systems accept 255
+_CUT_NAME = 120  # bytes that are kept of a longer name
 
 
 def find_added(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that runs of earlier versions do not name, with the values they had."""
-    if config.get("algorithm") not in ("sac", "td3"):  # which were there before others
+    """Returns the settings that runs of earlier versions lack, with the values they had."""
+    if config.get("algorithm") not in ("sac", "td3"):  # only these two existed then
         return {}
     return _ADDED | {"layer_norm": False, "critic_hidden": config.get("hidden")}
 
 
 def place_in_sweep(cfg: DictConfig, folder: str, overrides: str) -> bool:
-    """Gives a run of a sweep a directory named after its overrides; False if it is complete.
+    """Sets the directory of a sweep's run from its overrides; returns False if it is complete.
 
-    The same sweep started again finds the same directories: it skips what is complete and goes on
-    with the rest. In W&B only the seeds of one setting share a group.
+    The same sweep started again finds the same directories: it skips complete runs and continues
+    the others. In W&B, only the seeds of one setting share a group.
     """
     if cfg.run_dir is not None:
         raise UsageError(
@@ -57,12 +57,12 @@ def place_in_sweep(cfg: DictConfig, folder: str, overrides: str) -> bool:
             f"resume={cfg.resume} names one run, but -m starts several; leave out -m, or leave out "
             "resume: a sweep started again goes on with its own runs."
         )
-    overrides = re.sub(r"\\(.)", r"\1", overrides)  # without what Hydra escapes
+    overrides = re.sub(r"\\(.)", r"\1", overrides)  # remove Hydra's escapes
     cfg.run_dir = str(Path(folder) / name_directory(overrides or cfg.name, cfg.name))
     cfg.resume = "auto"
     if cfg.logger.get("group") is not None:
-        named = ("env=", "replay=", "seed=")  # by the group already, or not of the setting
-        parts = re.split(r",(?![^\[{]*[\]}])", overrides)  # a list is one part
+        named = ("env=", "replay=", "seed=")  # in the group already, or not of the setting
+        parts = re.split(r",(?![^\[{]*[\]}])", overrides)  # do not split lists
         settings = [part for part in parts if part and not part.startswith(named)]
         group = "-".join([cfg.logger.group, *settings])
         if len(group) > _LONGEST_GROUP:
@@ -76,9 +76,9 @@ def place_in_sweep(cfg: DictConfig, folder: str, overrides: str) -> bool:
 
 
 def name_directory(text: str, summary: str = "") -> str:
-    """Returns a text as the name of one directory.
+    """Returns a text as a directory name.
 
-    A text that is long, or has a slash, is cut. It then begins with the summary, and ends with a
+    A long text, or one with a slash, is shortened: it then begins with the summary and ends with a
     hash of the whole text, so that no two texts share a directory.
     """
     if "/" not in text and len(text.encode()) <= _LONGEST_NAME:
@@ -87,7 +87,7 @@ def name_directory(text: str, summary: str = "") -> str:
 
 
 def _cut(name: str, text: str, length: int) -> str:
-    """Returns the first bytes of a name, and a hash of the text that it stands for."""
+    """Returns the first bytes of a name, followed by a hash of the text."""
     start = name.encode()[:length].decode(errors="ignore").rstrip(",=")
     return f"{start}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
@@ -104,9 +104,9 @@ def read_score(directory: Path) -> float:
 
 
 def place_in_wandb_sweep(cfg: DictConfig) -> None:
-    """Under `wandb agent`, gives a run a directory named after the sweep and the run.
+    """Sets the run's directory under `wandb agent`, from the sweep and the run.
 
-    A run that the service hands out again goes on there.
+    A run that the service hands out again continues there.
     """
     sweep, run = (os.environ.get(f"WANDB_{name}_ID") for name in ("SWEEP", "RUN"))
     if sweep and run and cfg.run_dir is None and cfg.resume is None:
@@ -114,7 +114,7 @@ def place_in_wandb_sweep(cfg: DictConfig) -> None:
 
 
 def find_directory(cfg: DictConfig) -> tuple[Path, bool]:
-    """The directory that a run writes to, and whether one goes on there."""
+    """Returns the directory of a run, and whether a run continues there."""
     if cfg.resume not in (None, "auto"):
         directory = Path(cfg.resume)
         if cfg.run_dir is not None and Path(cfg.run_dir) != directory:
@@ -174,7 +174,7 @@ def _create(directory: Path, cfg: DictConfig) -> None:
 
 
 def update_config(directory: Path, cfg: DictConfig) -> None:
-    """Writes the settings that a run goes on with; where it was placed at first stays."""
+    """Writes the settings that a run continues with; keeps `run_dir` and `resume`."""
     before, now = read_config(directory), OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(now, dict)
     now |= {name: before.get(name) for name in ("run_dir", "resume")}
@@ -182,7 +182,7 @@ def update_config(directory: Path, cfg: DictConfig) -> None:
 
 
 def _check_resumable(directory: Path, cfg: DictConfig, *, further: bool = False) -> None:
-    """Raises if no run can go on there; `further` allows it more frames than it was to have."""
+    """Raises if no run can be resumed there; `further` allows more frames than before."""
     if not (directory / CHECKPOINT).exists():
         raise UsageError(
             f"{directory} has no {CHECKPOINT} to resume from; "
@@ -199,7 +199,7 @@ def _check_resumable(directory: Path, cfg: DictConfig, *, further: bool = False)
 
 
 def _total(cfg: DictConfig) -> str:
-    """Returns the name of the setting that says how long a run is."""
+    """Returns the name of the setting for the length of a run."""
     return "total_updates" if "total_updates" in cfg else "total_frames"
 
 
@@ -212,7 +212,7 @@ def _raise_if_different(directory: Path, cfg: DictConfig, *, further: bool = Fal
     different = _differences(there, cfg)
     if further and _goes_further(there, cfg):
         different.pop("total_frames", None)
-        different.pop("total_updates", None)  # which they follow
+        different.pop("total_updates", None)  # which follow from the frames
     if different:
         words = [f"{name}={before} ({now} was given)" for name, (before, now) in different.items()]
         alone = "alone goes on with it"
@@ -226,7 +226,7 @@ def _raise_if_different(directory: Path, cfg: DictConfig, *, further: bool = Fal
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Returns the settings that a run was made with."""
+    """Returns a run's settings."""
     try:
         loaded = OmegaConf.load(directory / "config.yaml")
     except FileNotFoundError:
@@ -248,9 +248,9 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _differences(saved: dict[str, Any], cfg: DictConfig) -> dict[str, tuple[Any, Any]]:
-    """Returns by name what a run was made with, and what is asked for now, where these differ.
+    """Returns the settings that differ, by name: the run's value and the requested one.
 
-    Settings that the recipes got after the run had begun are none of them.
+    Settings that the recipes gained after the run had begun are ignored.
     """
     there, here = flatten(saved), flatten(OmegaConf.to_container(cfg, resolve=True))
     different = {}
@@ -266,7 +266,7 @@ def _differences(saved: dict[str, Any], cfg: DictConfig) -> dict[str, tuple[Any,
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings to one, whose names are joined by dots."""
+    """Flattens nested mappings into one, with names joined by dots."""
     if not isinstance(tree, dict):
         return {prefix[:-1]: tree}
     flat: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Environments: the task with actions in [-1, 1], and its state in the middle of an episode."""
+"""Builds tasks with actions in [-1, 1], and saves their state in the middle of an episode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nmer_recipes.settings import TASK_PAGE
 from nmer_recipes.task_checks import check_spaces, check_steps, check_time_limit
 from nmer_recipes.torchrl_task import TorchRLTask
 
-# Wrappers of Gymnasium that keep nothing from step to step, or, the time limit, what we restore.
+# Gymnasium's wrappers that keep no state between steps; we restore the time limit's.
 _STATELESS = (
     wrappers.ClipAction,
     wrappers.ClipReward,
@@ -40,19 +40,19 @@ _STATELESS = (
 def make_env(
     cfg: DictConfig, *, render_mode: str | None = None, rescale: bool = True
 ) -> gymnasium.Env:
-    """The task that `cfg.env` names, as it is or with flat observations and actions in [-1, 1]."""
+    """Builds the task that `cfg` names; `rescale` flattens observations and rescales actions."""
     env = _wrap(_make_task(cfg, render_mode), cfg)
     check_spaces(env, cfg.id)
     if not rescale:
         return env
-    with np.errstate(over="ignore"):  # of bounds that float32 cannot hold
+    with np.errstate(over="ignore"):  # float32 cannot hold some bounds
         if isinstance(env.observation_space, gymnasium.spaces.Dict):
             env = wrappers.FlattenObservation(env)
         return wrappers.RescaleAction(env, np.float32(-1.0), np.float32(1.0))
 
 
 def _make_task(cfg: DictConfig, render_mode: str | None) -> gymnasium.Env:
-    """The task of Gymnasium or TorchRL, with its time limit."""
+    """Builds the task of Gymnasium or TorchRL, with its time limit."""
     options: dict[str, Any] = {}
     if cfg.get("kwargs"):
         options |= OmegaConf.to_container(cfg.kwargs, resolve=True)
@@ -67,7 +67,7 @@ def _make_task(cfg: DictConfig, render_mode: str | None) -> gymnasium.Env:
             options["render_mode"] = render_mode
         search_current_directory()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that v4 is old is why one asks for it
+            warnings.simplefilter("ignore")  # v4 is deprecated, but was asked for
             if cfg.id.startswith("dm_control/"):
                 import shimmy  # noqa: F401, registers these tasks
             return gymnasium.make(cfg.id, disable_env_checker=True, **options)
@@ -81,7 +81,7 @@ def _make_task(cfg: DictConfig, render_mode: str | None) -> gymnasium.Env:
         raise UsageError(f"The environment {cfg.id} cannot be made: {error} {remedy}") from None
     except (TypeError, ValueError) as error:
         reason = str(error).splitlines()[0].partition(" was raised from the environment creator")[0]
-        if render_mode is not None:  # without it, the task has passed its checks
+        if render_mode is not None:  # the task itself has passed its checks
             raise UsageError(f"{cfg.id} cannot be filmed: {reason}; leave the video out.") from None
         given = f"with {', '.join(options)}" if options else "without arguments"
         raise UsageError(
@@ -91,7 +91,7 @@ def _make_task(cfg: DictConfig, render_mode: str | None) -> gymnasium.Env:
 
 
 def _wrap(env: gymnasium.Env, cfg: DictConfig) -> gymnasium.Env:
-    """Puts the wrappers of `env.wrappers` around a task, the first one innermost."""
+    """Applies the wrappers of `env.wrappers` to a task, the first one innermost."""
     for path in cfg.get("wrappers") or ():
         given = f"env.wrappers={path}"
         wrapper = import_callable(path, given)
@@ -111,28 +111,28 @@ def _wrap(env: gymnasium.Env, cfg: DictConfig) -> gymnasium.Env:
 
 
 def check_task(cfg: DictConfig) -> None:
-    """Raises a `UsageError` for a task that the recipes cannot train on; makes one to try."""
+    """Raises a `UsageError` for a task that the recipes cannot train on; builds it to check."""
     with make_env(cfg, rescale=False) as env:
         check_time_limit(env, cfg.id)
         check_steps(env, cfg.id)
 
 
 def get_state(env: gymnasium.Env) -> dict[str, Any]:
-    """The state of a task in the middle of an episode, as tensors and plain values.
+    """Returns the state of a task in the middle of an episode, as tensors and plain values.
 
-    The episode is in it if the state of every layer is known: of Gymnasium's own MuJoCo and classic
-    tasks, and of each task and wrapper that offers `get_state()` and `set_state(state)`. Else only
-    the generator is kept, and a resumed run goes on with a new episode: an attribute such as
-    `state` need not be all that determines a task. Tasks of dm_control change their model at a
-    reset.
+    The episode is included if the state of every layer is known. It is known for Gymnasium's own
+    MuJoCo and classic tasks, and for each task and wrapper with `get_state()` and
+    `set_state(state)`. Otherwise only the generator is saved, and a resumed run starts a new
+    episode: an attribute such as `state` need not determine the whole task. Tasks of dm_control
+    change their model at a reset.
     """
     task, layers = env.unwrapped, _layers(env)
-    start = {"random": _get_random_state(task.np_random)}  # of the next episode
+    start = {"random": _get_random_state(task.np_random)}  # for the next episode
     state: dict[str, Any] = start | {"elapsed": [each._elapsed_steps for each in _limits(env)]}
     holders = [layer for layer in layers if _offers_state(layer)]
     others = [layer for layer in layers if not _offers_state(layer)]
     if others not in ([], [task]):
-        return start  # a wrapper may have a state that nobody knows
+        return start  # a wrapper may have an unknown state
     if others:
         known = _get_known_state(task)
         if not known:
@@ -141,16 +141,16 @@ def get_state(env: gymnasium.Env) -> dict[str, Any]:
     own = [layer.get_state() for layer in holders]
     try:
         return state | {"own": as_plain(own)}
-    except TypeError:  # a value that a checkpoint cannot hold
+    except TypeError:  # a checkpoint cannot hold the value
         return start
 
 
 def set_state(env: gymnasium.Env, state: dict[str, Any]) -> bool:
-    """Restores what `get_state` returned, after a reset; False if the episode was not in it."""
+    """Restores a saved state after a reset; returns False if it has no episode."""
     task = env.unwrapped
     _set_random_state(task.np_random, state["random"])
     holders = [layer for layer in _layers(env) if _offers_state(layer)]
-    own = state.get("own", [])  # not in checkpoints of version 0.1
+    own = state.get("own", [])  # missing in checkpoints of version 0.1
     if "physics" in state and _is_gymnasium(task, "mujoco"):
         import mujoco
 
@@ -164,7 +164,7 @@ def set_state(env: gymnasium.Env, state: dict[str, Any]) -> bool:
         return False
     for layer, saved in zip(holders, own, strict=True):
         layer.set_state(from_plain(saved))
-    elapsed = state.get("elapsed", [])  # one number in checkpoints of version 0.1
+    elapsed = state.get("elapsed", [])  # a single number in checkpoints of version 0.1
     elapsed = elapsed if isinstance(elapsed, list) else [elapsed]
     for limit, steps in zip(_limits(env), elapsed, strict=True):
         limit._elapsed_steps = steps
@@ -172,10 +172,10 @@ def set_state(env: gymnasium.Env, state: dict[str, Any]) -> bool:
 
 
 def _get_known_state(task: gymnasium.Env) -> dict[str, Any]:
-    """What determines a task of Gymnasium itself; empty for another.
+    """Returns the state of one of Gymnasium's own tasks; empty for other tasks.
 
-    MuJoCo's integration state alone is not enough: rewards of Ant and Humanoid read the positions
-    of the bodies before the step, which it leaves out.
+    MuJoCo's integration state is not enough: the rewards of Ant and Humanoid read the bodies'
+    positions before the step, which it leaves out.
     """
     if _is_gymnasium(task, "classic_control"):
         return {"state": torch.from_numpy(np.array(task.state))}
@@ -191,19 +191,19 @@ def _get_known_state(task: gymnasium.Env) -> dict[str, Any]:
 
 
 def _is_gymnasium(task: gymnasium.Env, kind: str) -> bool:
-    """Whether the very class of a task is Gymnasium's; a subclass may have more state."""
+    """Returns whether the task's class is Gymnasium's own; a subclass may have more state."""
     return type(task).__module__.startswith(f"gymnasium.envs.{kind}.")
 
 
 def _layers(env: gymnasium.Env) -> list[gymnasium.Env]:
-    """The wrappers that may have a state, and at last the task itself."""
+    """Returns the wrappers that may have a state, and then the task."""
     return [layer for layer in _chain(env) if type(layer) not in _STATELESS]
 
 
 def _offers_state(layer: gymnasium.Env) -> bool:
-    """Whether a task or wrapper has `get_state()` and `set_state(state)`.
+    """Returns whether a task or wrapper has `get_state()` and `set_state(state)`.
 
-    `set_state(qpos, qvel)` of Gymnasium's MuJoCo tasks is another function.
+    `set_state(qpos, qvel)` of Gymnasium's MuJoCo tasks is a different method.
     """
     for name, arguments in (("get_state", ()), ("set_state", (None,))):
         method = getattr(layer, name, None)
@@ -217,10 +217,10 @@ def _offers_state(layer: gymnasium.Env) -> bool:
 
 
 def _get_random_state(generator: Any) -> str:
-    """Returns the state of a task's generator as text; it is NumPy's, new or old, or not known."""
+    """Returns the state of a task's NumPy generator as text; empty for other generators."""
     if isinstance(generator, np.random.Generator):
         state = generator.bit_generator.state
-    elif isinstance(generator, np.random.RandomState):  # of dm_control
+    elif isinstance(generator, np.random.RandomState):  # used by dm_control
         state = generator.get_state(legacy=False)
     else:
         state = {}
@@ -228,7 +228,7 @@ def _get_random_state(generator: Any) -> str:
 
 
 def _set_random_state(generator: Any, text: str) -> None:
-    """Restores what `_get_random_state` returned."""
+    """Restores a state from `_get_random_state`."""
     state = json.loads(text)
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
@@ -241,7 +241,7 @@ def _limits(env: gymnasium.Env) -> list[wrappers.TimeLimit]:
 
 
 def _chain(env: gymnasium.Env) -> Iterator[gymnasium.Env]:
-    """All wrappers from the outermost on, and the task."""
+    """Yields all wrappers from the outermost inward, and then the task."""
     while isinstance(env, gymnasium.Wrapper):
         yield env
         env = env.env

@@ -1,7 +1,7 @@
-"""What goes wrong by the user's hand."""
+"""Errors that the user can fix."""
 
 from __future__ import annotations
 
 
 class UsageError(Exception):
-    """Something that the user can put right; shown without a traceback."""
+    """An error that the user can fix; shown without a traceback."""

@@ -1,4 +1,4 @@
-"""Evaluation of a policy without exploration, on tasks of its own."""
+"""Evaluates a policy without exploration, in separate environments."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torchrl.objectives import LossModule
 from nmer_recipes.envs import make_env
 from nmer_recipes.networks import critics_name
 
-_SEED = 10_000  # the same starts for every run and every evaluation
-_CUT = 0.01  # discount at the time limit from which on a Monte-Carlo return counts as whole
+_SEED = 10_000  # every run and every evaluation start from the same seeds
+_CUT = 0.01  # largest discount at the time limit with which a Monte Carlo return counts as complete
 
 
 class Evaluator:
-    """Runs `episodes` episodes side by side, each from its own fixed seed.
+    """Runs `episodes` episodes in lockstep, each from its own fixed seed.
 
-    One call of the policy serves all of them, which makes an evaluation several times cheaper than
-    one episode after the other.
+    One policy call serves all of them, which makes an evaluation several times cheaper than running
+    the episodes in sequence.
     """
 
     def __init__(self, cfg: DictConfig, episodes: int, *, gamma: float, device: torch.device):
@@ -39,9 +39,9 @@ class Evaluator:
         loss: LossModule,
         stop: Callable[[], bool] = lambda: False,
     ) -> dict[str, float] | None:
-        """Returns, and the critics' values beside the discounted returns that followed.
+        """Returns the mean returns, and the critics' values beside the discounted returns.
 
-        Where `stop` says so before all episodes have ended, it returns None.
+        Returns None if `stop` returns True before all episodes have ended.
         """
         episodes = []
         with set_exploration_type(ExplorationType.DETERMINISTIC):
@@ -80,7 +80,7 @@ class Evaluator:
     def play(
         self, actor: TensorDictModuleBase, stop: Callable[[], bool] = lambda: False
     ) -> list[tuple[list, bool]] | None:
-        """Steps `(observation, action, reward)` of each episode, and whether the limit cut it."""
+        """Returns the steps `(observation, action, reward)` of each episode, and if it was cut."""
         played: list[tuple[list, bool]] = [([], False) for _ in self.envs]
         running: dict[int, np.ndarray] = {
             i: env.reset(seed=_SEED + i)[0] for i, env in enumerate(self.envs)
@@ -106,7 +106,7 @@ class Evaluator:
         return torch.from_numpy(array).to(self.device)
 
     def record(self, actor: TensorDictModuleBase, cfg: DictConfig) -> tuple[list, gymnasium.Env]:
-        """Pictures of one episode from the first of the fixed seeds, and its environment."""
+        """Returns images of an episode from the first fixed seed, and its environment."""
         env = make_env(cfg, render_mode="rgb_array")
         observer, self.envs = self.envs, [_Camera(env)]
         try:
@@ -119,7 +119,7 @@ class Evaluator:
 
 
 class _Camera(gymnasium.Wrapper):
-    """Keeps a picture of every step."""
+    """Keeps an image of every step."""
 
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)

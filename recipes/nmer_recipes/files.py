@@ -1,4 +1,4 @@
-"""Files that a kill or a full disk leaves whole."""
+"""Writes files that stay intact after a kill or on a full disk."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tqdm import tqdm
 
 from nmer_recipes.errors import UsageError
 
-CHECKPOINT = "checkpoint.pt"  # in the directory of a run
+CHECKPOINT = "checkpoint.pt"  # file name in a run's directory
 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to, which takes the place of `path` in one step once it is complete.
+    """Opens a file that replaces `path` atomically once it is complete.
 
-    Until then, whatever happens, `path` is as it was before.
+    Until then, `path` stays unchanged.
     """
     draft = path.with_name(path.name + ".tmp")
     try:
@@ -37,27 +37,27 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text that is either there as a whole or not at all."""
+    """Writes a text atomically."""
     with replaced(path) as file:
         file.write(text.encode())
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Writes what `torch.load` reads, whole or not at all; an `OSError` where it cannot."""
-    import torch  # here, so that a report need not wait for it
+    """Writes a state for `torch.load` atomically; raises an `OSError` if it cannot."""
+    import torch  # imported here, so that a report starts faster
 
     try:
         with replaced(path) as file:
             torch.save(state, file)
     except RuntimeError as error:
-        if isinstance(error.__context__, OSError):  # torch hides what happened behind its own
+        if isinstance(error.__context__, OSError):  # torch hides the cause behind its own error
             raise error.__context__ from None
         raise
 
 
 @contextmanager
 def told_of_errors(path: Path) -> Iterator[None]:
-    """Says so on the screen, and goes on, where a file cannot be written within."""
+    """Prints a message and continues if a file cannot be written in the block."""
     try:
         yield
     except OSError as error:
@@ -71,7 +71,7 @@ def told_of_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def stopped_by_errors(directory: Path) -> Iterator[None]:
-    """Ends the run, and says how to go on, where a file cannot be written within."""
+    """Ends the run with a remedy if a file cannot be written in the block."""
     try:
         yield
     except OSError as error:
@@ -82,7 +82,7 @@ def stopped_by_errors(directory: Path) -> Iterator[None]:
 
 
 def resume_word(directory: Path) -> str:
-    """Returns `resume=DIR` as a shell and Hydra take it, in quotes where they need them."""
+    """Returns `resume=DIR`, quoted for a shell and Hydra if needed."""
     from hydra.core.override_parser.overrides_parser import OverridesParser  # not for a report
     from hydra.core.override_parser.types import Quote, QuotedString
     from hydra.errors import HydraException

@@ -1,4 +1,4 @@
-"""Modules of the user's own, which settings name by a path such as `my_package.MyClass`."""
+"""Imports the user's own modules, which settings name by a path such as `my_package.MyClass`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def search_current_directory() -> None:
 
 
 def import_parent(path: str, given: str) -> tuple[ModuleType, str]:
-    """Returns the module of a path `MODULE.NAME`, and the name.
+    """Returns the module and the name of a path `MODULE.NAME`.
 
     Args:
         path: The path.
-        given: The setting as it was given, for the error.
+        given: The setting as the user wrote it, for the error.
     """
     module, _, name = path.rpartition(".")
     if not module:

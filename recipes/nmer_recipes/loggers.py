@@ -1,4 +1,4 @@
-"""Where metrics go besides the run directory's own `metrics.csv`."""
+"""Sends metrics to loggers, besides the run directory's own `metrics.csv`."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from nmer_recipes.errors import UsageError
 
 
 class Logger(Protocol):
-    """Takes rows of metrics.
+    """Receives rows of metrics.
 
-    `id` is what a resumed run gives back to it. `place` tells where the rows are: a run that goes
-    on elsewhere sends those that it has.
+    A resumed run passes `id` back to its logger. `place` says where the rows are stored: a run that
+    continues with a different place sends the rows that it has.
     """
 
     id: str | None
     place: str
 
     def log(self, metrics: dict[str, float], frames: int) -> None:
-        """Takes the metrics at that many environment frames."""
+        """Logs metrics at a number of environment frames."""
         ...
 
     def summarize(self, metrics: dict[str, float]) -> None:
-        """Takes what sums up the run."""
+        """Logs the run's summary."""
         ...
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Sends pending metrics."""
         ...
 
 
@@ -50,7 +50,7 @@ def check_logger(cfg: DictConfig) -> None:
 
 
 def make_logger(cfg: DictConfig, directory: Path, run_id: str | None) -> Logger:
-    """The logger that `cfg.logger` describes, which `check_logger` has passed."""
+    """Builds the logger that `cfg.logger` describes, after `check_logger`."""
     match cfg.logger.kind:
         case "wandb":
             return WandbLogger(cfg, directory, run_id)
@@ -60,7 +60,7 @@ def make_logger(cfg: DictConfig, directory: Path, run_id: str | None) -> Logger:
 
 
 def _wandb_mode(cfg: DictConfig) -> tuple[str | None, bool]:
-    """The mode to give to wandb, and whether that is offline for want of a key."""
+    """Returns the mode for wandb, and whether it is offline because no key is set."""
     try:
         import wandb
     except ImportError:
@@ -90,22 +90,22 @@ def _summary_writer() -> Any:
 
 
 class NoLogger:
-    """Leaves it at `metrics.csv`."""
+    """Writes nothing besides `metrics.csv`."""
 
     id, place = None, "metrics.csv"
 
     def log(self, metrics: dict[str, float], frames: int) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def summarize(self, metrics: dict[str, float]) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
 
 class WandbLogger:
-    """Weights & Biases: online where a key is set, else offline, to be synchronized later."""
+    """Logs to Weights & Biases: online if a key is set, else offline for a later sync."""
 
     def __init__(self, cfg: DictConfig, directory: Path, run_id: str | None) -> None:
         import wandb
@@ -113,8 +113,8 @@ class WandbLogger:
         mode, keyless = _wandb_mode(cfg)
         config: Any = OmegaConf.to_container(cfg)
         if os.environ.get("WANDB_SWEEP_ID"):
-            # A sweep's parameters stand in the run's config as they are called, and nothing may
-            # replace them: `replay: nmer` would hide all that is below `replay`.
+            # A sweep's parameters are in the run's config under their own names and cannot be
+            # replaced: `replay: nmer` would hide everything below `replay`.
             config = flatten(config)
         self._run = wandb.init(
             project=cfg.logger.project,
@@ -138,20 +138,23 @@ class WandbLogger:
             )
 
     def log(self, metrics: dict[str, float], frames: int) -> None:
-        """The step axis is environment frames."""
+        """Logs metrics; the step axis is environment frames."""
         self._run.log(metrics, step=frames)
 
     def summarize(self, metrics: dict[str, Any]) -> None:
-        """Shown in the table of runs, and logged: a sweep optimizes only what is."""
+        """Logs the summary, so that the table of runs shows it.
+
+        A sweep optimizes only logged values.
+        """
         self._run.log(metrics)
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Sends pending metrics."""
         self._run.finish()
 
 
 class TensorboardLogger:
-    """TensorBoard's event files in the run directory."""
+    """Writes TensorBoard's event files in the run directory."""
 
     id, place = None, "tensorboard"
 
@@ -159,13 +162,13 @@ class TensorboardLogger:
         self._writer = _summary_writer()(str(directory))
 
     def log(self, metrics: dict[str, float], frames: int) -> None:
-        """The step axis is environment frames."""
+        """Logs metrics; the step axis is environment frames."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, frames)
 
     def summarize(self, metrics: dict[str, float]) -> None:
-        """The curves say it all."""
+        """Does nothing: the curves hold the summary."""
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes pending metrics."""
         self._writer.close()

@@ -1,4 +1,4 @@
-"""How much memory a replay buffer will need, told before it is allocated."""
+"""Estimates a replay buffer's memory before it is allocated."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from nmer_torchrl.methods import option_names
 
 _GROWTH = 13 / 12  # tables grow by a twelfth at a time
 _WORTH_TELLING = 2**30  # bytes
-_CGROUP = Path("/sys/fs/cgroup/memory.max")  # the limit of a container
+_CGROUP = Path("/sys/fs/cgroup/memory.max")  # a container's limit
 _MEMINFO = Path("/proc/meminfo")
 DISK = "disk"
 
 
 class Part(NamedTuple):
-    """Something that a replay buffer keeps."""
+    """One part of a replay buffer's memory."""
 
     name: str
     place: str  # a device, or the disk
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 def estimate(cfg: DictConfig, observations: int, actions: int) -> list[Part]:
-    """Returns what the full buffer of a run keeps, and where."""
+    """Returns the parts of a run's full buffer, with their devices and sizes."""
     rows, d = min(cfg.buffer_size, cfg.total_frames), observations + actions
     device, where = str(torch.device(cfg.device)), str(torch.device(cfg.storage_device))
     size = 4 * (2 * observations + actions + 1) + 1 + 8  # with reward, flag and TorchRL's index
@@ -40,7 +40,7 @@ def estimate(cfg: DictConfig, observations: int, actions: int) -> list[Part]:
     if search is None:
         return parts
     apart = device != where and search != "faiss"
-    for place in {where, device if apart else where}:  # apart, there is a copy beside the rows
+    for place in {where, device if apart else where}:  # if apart, the rows' device has a copy too
         parts.append(Part("points", place, int(rows * (4 * d + 1) * _GROWTH)))
     if search == "graph":
         candidates = max(3 * cfg.replay.get("k", 1) + 2, 16)
@@ -50,7 +50,7 @@ def estimate(cfg: DictConfig, observations: int, actions: int) -> list[Part]:
 
 
 def search_of(cfg: DictConfig) -> str | None:
-    """Returns the name of the neighbour search of a run, None for methods without one."""
+    """Returns the name of a run's neighbor search, or None for methods without one."""
     if "search" not in option_names(find_method(cfg.replay.kind)):
         return None
     search = cfg.replay.get("search") or "auto"
@@ -60,19 +60,19 @@ def search_of(cfg: DictConfig) -> str | None:
 
 
 def check_memory(cfg: DictConfig, observations: int, actions: int) -> None:
-    """Raises a `UsageError` if the full buffer will not fit; tells how much a large one takes."""
+    """Raises a `UsageError` if the full buffer does not fit; prints the size of a large one."""
     by_place = defaultdict(list)
     for part in estimate(cfg, observations, actions):
         by_place[part.place].append(part)
     for place, parts in by_place.items():
-        # While a table grows, there are two of it.
+        # A table exists twice while it grows.
         growing = max((part.size for part in parts if part.name != "rows"), default=0)
         needed = sum(part.size for part in parts) + growing
         listed = ", ".join(f"{part.name} {_show(part.size)}" for part in parts)
         if growing:
             listed += "; the largest table twice while it grows"
         free = free_space(cfg) if place == DISK else free_memory(place)
-        if place == DISK:  # the checkpoint holds them, too, and the next one before it is deleted
+        if place == DISK:  # two checkpoints hold them too, until the older one is deleted
             needed *= 3
             listed += "; as much for a checkpoint, and for the one that replaces it"
         if free is not None and needed > free:
@@ -97,11 +97,11 @@ def _remedy(place: str, parts: list[Part]) -> str:
 
 
 def free_memory(place: str) -> int | None:
-    """Returns the bytes that are free on a device, None if that is not known."""
+    """Returns the free bytes on a device, or None if unknown."""
     if place.startswith("cuda"):
         try:
             return torch.cuda.mem_get_info(torch.device(place))[0]
-        except RuntimeError:  # a driver that does not tell
+        except RuntimeError:  # the driver does not report it
             return None
     known = []
     if _MEMINFO.exists():
@@ -113,7 +113,7 @@ def free_memory(place: str) -> int | None:
 
 
 def free_space(cfg: DictConfig) -> int:
-    """Returns the bytes that are free on the disk that a run writes to."""
+    """Returns the free bytes on the disk that a run writes to."""
     named = cfg.run_dir or cfg.resume
     folder = Path("runs" if named in (None, "auto") else named).absolute()
     while not folder.exists():
