@@ -1,4 +1,4 @@
-"""The config group `replay`: methods of the package by name, and your own as `MODULE.CLASS`."""
+"""Defines the config group `replay`: the package's methods by name, and yours as `MODULE.CLASS`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from nmer_torchrl.methods import METHODS
 from nmer_torchrl.methods.options import read_key, read_keys
 
 _PATH = re.compile(r"[^\W\d]\w*(?:\.\w+)+")
-_own: set[str] = set()  # methods that the command line names by their path
+_own: set[str] = set()  # methods that the command line names by path
 
 
 def find_method(kind: str) -> type[Method[Any]]:
-    """Returns the method of that name, or the class at that path."""
+    """Returns the method with that name, or the class at that path."""
     if kind in METHODS:
         return METHODS[kind]
     if "." not in kind:
@@ -42,10 +42,10 @@ def find_method(kind: str) -> type[Method[Any]]:
 
 
 def settings_of(kind: str) -> dict[str, Any]:
-    """Returns the settings of a method with their defaults.
+    """Returns a method's settings with their defaults.
 
-    Keys are not among them: the recipes store rows under the default ones. The package's methods
-    take the paper's k.
+    Keys are left out, since the recipes store rows under the default keys. The package's methods
+    use the paper's k.
     """
     options = {
         field.name: field.default if field.default is not MISSING else "???"
@@ -58,7 +58,7 @@ def settings_of(kind: str) -> dict[str, Any]:
 
 
 def register_methods(words: Sequence[str] = ()) -> None:
-    """Adds the package's methods to the group, and those that a command line names by their path.
+    """Adds the package's methods to the group, and those that a command line names by path.
 
     Args:
         words: The command line.
@@ -70,12 +70,12 @@ def register_methods(words: Sequence[str] = ()) -> None:
 
 
 def registered_methods() -> set[str]:
-    """Returns the choices of the group."""
+    """Returns the group's choices."""
     return {*METHODS, *_own}
 
 
 def make_method(replay: DictConfig | Mapping[str, Any]) -> Method[Any]:
-    """Returns the method that a config describes by its kind and its options."""
+    """Builds the method that a config describes by its kind and its options."""
     resolved = (
         OmegaConf.to_container(replay, resolve=True) if OmegaConf.is_config(replay) else replay
     )

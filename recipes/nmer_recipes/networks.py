@@ -1,4 +1,4 @@
-"""Networks that are called by given weights, and the weights of an agent."""
+"""Calls networks with given weights, and collects an agent's weights."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.nn.functional import dropout, layer_norm, linear, mse_loss, smooth_l1
 from torchrl.modules import MLP, BatchRenorm1d, ValueOperator
 from torchrl.objectives import LossModule
 
-# What critics minimize over the distances to their targets; the second by TorchRL's names.
+# The critics' losses by name; `STOCK_DISTANCES` has TorchRL's names for them.
 DISTANCES = {"squared": mse_loss, "huber": smooth_l1_loss}
 STOCK_DISTANCES = {"squared": "l2", "huber": "smooth_l1"}
-# What networks hold that no gradient moves: of batch renormalization, and of `Standardize`.
+# Buffers that no gradient updates, of batch renormalization and `Standardize`.
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "fixed_mean", "fixed_scale")
 
 
 def make_critic(
     cfg: DictConfig, observations: int, actions: int, device: torch.device
 ) -> ValueOperator:
-    """Returns a critic: linear layers, each with dropout and layer normalization where set."""
+    """Returns a critic: linear layers with dropout and layer normalization if configured."""
     cells = list(cfg.get("critic_hidden") or cfg.hidden)  # older runs do not name it
     layers: dict[str, Any] = {"num_cells": cells, "activation_class": nn.ReLU}
     if cfg.get("dropout"):
@@ -36,7 +36,7 @@ def make_critic(
 
 
 class Standardize(nn.Module):
-    """Standardizes inputs `[..., n]` by a mean and a scale that do not change while it learns."""
+    """Standardizes inputs `[..., n]` by a mean and a scale that stay fixed during training."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         super().__init__()
@@ -49,11 +49,10 @@ class Standardize(nn.Module):
 
 
 class Functional:
-    """Calls a network by the weights that it is given: weight and bias of each layer in turn.
+    """Calls a network with given weights: the weight and bias of each layer in turn.
 
-    The layers are those that act: activations and heads are chosen where the network is made. All
-    shapes are known beforehand and the host reads nothing, so that `torch.compile` and a CUDA graph
-    can hold a call.
+    The network's own activations and heads are used. All shapes are known in advance and the host
+    reads no tensor, so `torch.compile` and a CUDA graph can contain a call.
 
     Args:
         network: Linear layers, layer normalization, batch renormalization, dropout and functions
@@ -73,13 +72,13 @@ class Functional:
         """Returns the output for inputs `[B, n]`.
 
         Args:
-            weights: Of the layers that have some.
-            inputs: To the first layer.
+            weights: The weights of the layers that have any.
+            inputs: The first layer's inputs.
             statistics: The running mean, variance and number of batches of each batch
-                renormalization, the mean and scale of each `Standardize`.
-            moved: Where given, the call is one of training. Dropout is on, batches are normalized
-                by their own mean and variance, and the running statistics that follow are appended
-                to it.
+                renormalization, and the mean and scale of each `Standardize`.
+            moved: If given, the network is in training mode: dropout is active, batches are
+                normalized by their own mean and variance, and the new running statistics are
+                appended to this list.
         """
         given, running, output = iter(weights), iter(statistics), inputs
         for layer in self.layers:
@@ -108,7 +107,7 @@ class Functional:
         statistics: Sequence[Tensor] = (),
         moved: list[Tensor] | None = None,
     ) -> Tensor:
-        """Returns the values `[n, ...]` of n networks, whose weights are stacked, one by one."""
+        """Returns the values `[n, ...]` of n networks with stacked weights, called one by one."""
         joined = torch.cat(inputs, -1)
         networks = unstack(weights)
         running = unstack(statistics) if statistics else [()] * len(networks)
@@ -125,15 +124,15 @@ def renormalize(
     statistics: tuple[Tensor, Tensor, Tensor],
     moved: list[Tensor] | None,
 ) -> Tensor:
-    """Returns the inputs `[B, n]` of a batch renormalization with mean 0 and variance 1.
+    """Normalizes the inputs `[B, n]` of a batch renormalization to mean 0 and variance 1.
 
-    In training this is batch normalization; once `warmup_steps` batches were seen, it is corrected
-    towards the running statistics, within bounds. `BatchRenorm1d` computes the same up to
-    `2 * warmup_steps` batches, where it begins to correct by a multiple.
+    In training this is batch normalization. After `warmup_steps` batches, it is corrected toward
+    the running statistics, within bounds. `BatchRenorm1d` computes the same up to `2 *
+    warmup_steps` batches, after which it corrects by a multiple.
 
     Args:
-        layer: Its settings are used, its own weights and statistics are not.
-        inputs: To the layer.
+        layer: The layer whose settings are used; its own weights and statistics are not.
+        inputs: The layer's inputs.
         statistics: Running mean and variance `[n]`, and the number of batches.
         moved: As in `Functional`.
     """
@@ -141,7 +140,7 @@ def renormalize(
     spread = (variance + layer.eps).sqrt()
     if moved is None:
         return (inputs - mean) / spread
-    # In half of the time of `torch.var_mean` or `batch_norm` on a CPU.
+    # Takes half the time of `torch.var_mean` or `batch_norm` on a CPU.
     own_mean = inputs.mean(0)
     centered = inputs - own_mean
     own_variance = centered.square().mean(0)
@@ -161,7 +160,7 @@ def renormalize(
 
 
 def unstack(weights: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Returns the weights of each of n networks, from weights `[n, ...]`."""
+    """Splits weights `[n, ...]` into the weights of each of n networks."""
     return list(zip(*(weight.unbind() for weight in weights), strict=True))
 
 
@@ -172,11 +171,11 @@ def _flatten(network: nn.Module) -> list[nn.Module]:
 
 
 class Weights(NamedTuple):
-    """The parameters of an agent: of each network the weight and bias of each layer in turn.
+    """The parameters of an agent: for each network, the weight and bias of each layer in turn.
 
-    Several critics are stacked, and so are the actors of an ensemble. What an agent does not have
-    is empty: DDPG and TD3 have no `log_alpha`, SAC and its kin no `target_actor`, CrossQ no
-    targets. Only CrossQ and TD3+BC have statistics, and only IQL has a value of states.
+    Several critics are stacked, and so are the actors of an ensemble. Parts that an agent lacks are
+    empty: DDPG and TD3 have no `log_alpha`, SAC and related agents no `target_actor`, CrossQ no
+    targets. Only CrossQ and TD3+BC have statistics, and only IQL has a state value.
     """
 
     actor: list[Tensor]
@@ -190,7 +189,7 @@ class Weights(NamedTuple):
 
 
 def critics_name(agent: LossModule) -> str:
-    """Returns what TorchRL calls the critics of a loss."""
+    """Returns TorchRL's name for a loss's critics."""
     for name in ("qvalue", "value"):
         if getattr(agent, f"{name}_network_params", None) is not None:
             return name
@@ -201,7 +200,7 @@ def critics_name(agent: LossModule) -> str:
 
 
 def find_weights(agent: LossModule) -> Weights:
-    """Returns the parameters that a loss of TorchRL holds."""
+    """Returns the parameters that a TorchRL loss holds."""
 
     def find(name: str, *, statistics: bool = False) -> list[Tensor]:
         parameters = getattr(agent, f"{name}_network_params")
@@ -210,7 +209,7 @@ def find_weights(agent: LossModule) -> Weights:
 
     critics, parts = critics_name(agent), dict(agent.named_children())
 
-    def find_target(name: str) -> list[Tensor]:  # without one, TorchRL answers with the network
+    def find_target(name: str) -> list[Tensor]:  # without a target, TorchRL returns the network
         return find(f"target_{name}") if f"target_{name}_network_params" in parts else []
 
     return Weights(

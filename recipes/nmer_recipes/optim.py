@@ -1,4 +1,4 @@
-"""Gradients, Adam and targets as functions that a compiled or captured update can hold."""
+"""Computes gradients, Adam steps and target updates inside a compiled or captured update."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ def differentiate(
     function: Callable[[list[Tensor]], tuple[Tensor, Any]], weights: list[Tensor]
 ) -> tuple[list[Tensor], Any]:
     """Returns the gradients of a function's first result, and its second result."""
-    if torch.compiler.is_compiling():  # which has no `torch.autograd.grad`
+    if torch.compiler.is_compiling():  # which does not support `torch.autograd.grad`
         gradients, (_, rest) = torch.func.grad_and_value(function, has_aux=True)(weights)
         return list(gradients), rest
     with torch.enable_grad():
         total, rest = function(weights)
-    # Fused Adam takes gradients to lie in memory as their weights do; those of vmap may not.
+    # Fused Adam needs gradients with the memory layout of their weights; vmap's may differ.
     return [gradient.contiguous() for gradient in torch.autograd.grad(total, weights)], rest
 
 
 def decay(weights: list[Tensor]) -> Tensor:
-    """Returns half of the sum of squares of the weight matrices of one or several networks."""
-    matrices = [weight for weight in weights[::2] if weight.ndim > 1]  # not those of norms
+    """Returns half the sum of squares of the weight matrices of one or several networks."""
+    matrices = [weight for weight in weights[::2] if weight.ndim > 1]  # without norms' weights
     return torch.stack([weight.square().sum() for weight in matrices]).sum() / 2
 
 
 def clip(gradients: list[Tensor], limit: float | None) -> list[Tensor]:
-    """Returns the gradients of a network, scaled so that their norm is at most the limit."""
+    """Scales a network's gradients so that their norm is at most the limit."""
     if limit is None:
         return gradients
     norm = torch.nn.utils.get_total_norm(gradients)
@@ -40,7 +40,7 @@ def clip(gradients: list[Tensor], limit: float | None) -> list[Tensor]:
 
 
 def clip_each(gradients: list[Tensor], limit: float | None) -> list[Tensor]:
-    """Returns the gradients `[n, ...]` of n stacked networks, each network clipped by itself."""
+    """Clips the gradients `[n, ...]` of n stacked networks, each network separately."""
     if limit is None:
         return gradients
     flat = [gradient.reshape(len(gradient), -1) for gradient in gradients]
@@ -50,7 +50,7 @@ def clip_each(gradients: list[Tensor], limit: float | None) -> list[Tensor]:
 
 
 class Moments(NamedTuple):
-    """What Adam keeps for each parameter."""
+    """The state that Adam keeps for each parameter."""
 
     first: list[Tensor]
     second: list[Tensor]
@@ -58,10 +58,11 @@ class Moments(NamedTuple):
 
 
 class Adam(torch.optim.Adam):
-    """Adam with a step that a compiled or captured update can hold.
+    """Adam with a step that a compiled or captured update can contain.
 
-    `step` is not for `torch.compile`, and makes its state at the first call. `move` is a plain
-    function of weights, gradients and moments, which are there from the start; both do the same.
+    `step` does not support `torch.compile`, and creates its state at the first call. `move` is a
+    plain function of weights, gradients and moments, which exist from the start. Both compute the
+    same.
     """
 
     def __init__(
@@ -82,13 +83,13 @@ class Adam(torch.optim.Adam):
         self._options["beta1"], self._options["beta2"] = group["betas"]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up a saved state."""
+        """Loads a saved state."""
         super().load_state_dict(state_dict)
         self._collect()
 
     @torch.no_grad()
     def move(self, weights: list[Tensor], gradients: list[Tensor], moments: Moments) -> None:
-        """Moves weights by their gradients, in place, and the moments with them."""
+        """Updates weights by their gradients, and the moments, in place."""
         if torch.compiler.is_compiling():
             self._move_all(weights, gradients, moments)
         else:
@@ -107,7 +108,7 @@ class Adam(torch.optim.Adam):
             )
 
     def _move_all(self, weights: list[Tensor], gradients: list[Tensor], moments: Moments) -> None:
-        """Does the same with operations on lists, which `torch.compile` fuses into one kernel."""
+        """Computes the same with list operations, which `torch.compile` fuses into one kernel."""
         lr, eps, beta1, beta2 = (self._options[name] for name in ("lr", "eps", "beta1", "beta2"))
         torch._foreach_add_(moments.steps, 1)
         step = moments.steps[0]  # all are equal
@@ -121,7 +122,7 @@ class Adam(torch.optim.Adam):
 
 @torch.no_grad()
 def move_targets(weights: Weights, tau: float) -> None:
-    """Moves each target towards what it follows by the share `tau`, in place."""
+    """Moves each target toward its network by the fraction `tau`, in place."""
     followed = [*(weights.actor if weights.target_actor else []), *weights.critics]
     targets = [*weights.target_actor, *weights.target_critics]
     torch._foreach_lerp_(targets, followed, tau)

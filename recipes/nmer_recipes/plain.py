@@ -1,4 +1,4 @@
-"""Values as a checkpoint holds them: what `torch.load` reads without executing anything."""
+"""Converts values to a form that `torch.load` reads without executing anything."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _ARRAY = "numpy array"
 
 
 def as_plain(value: Any) -> Any:
-    """Returns nested mappings, lists, numbers, texts, arrays and tensors as what can be saved.
+    """Converts nested mappings, lists, numbers, texts, arrays and tensors for saving.
 
-    Raises a `TypeError` for anything else.
+    Raises a `TypeError` for any other value.
     """
     if value is None or isinstance(value, bool | int | float | str | torch.Tensor):
         return value.clone() if isinstance(value, torch.Tensor) else value
@@ -29,7 +29,7 @@ def as_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """Returns what `as_plain` was given, with lists for tuples."""
+    """Reverses `as_plain`, with lists for tuples."""
     if isinstance(value, dict):
         if value.keys() == {_ARRAY}:
             return value[_ARRAY].numpy().copy()

@@ -1,4 +1,4 @@
-"""Trained policies: written during a run, loaded for use without a task or a replay buffer."""
+"""Saves trained policies, and loads them for use without a task or a replay buffer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ WHICH = ("best", "last")
 
 
 def save_policy(run: Run, actor: TensorDictModuleBase, env: gymnasium.Env) -> None:
-    """Writes the actor after an evaluation: as the last one, and as the best if it is that."""
-    bounds = env.env.action_space  # of the task itself, before its actions were rescaled
+    """Saves the actor after an evaluation: as the last one, and as the best if it is."""
+    bounds = env.env.action_space  # the task's own bounds, before rescaling
     state = {
         "actor": actor.state_dict(),
         "observations": env.observation_space.shape[0],
@@ -45,9 +45,9 @@ def save_policy(run: Run, actor: TensorDictModuleBase, env: gymnasium.Env) -> No
 
 
 def find_entries(env: gymnasium.Env) -> list[list[str]] | None:
-    """Returns the paths of a task's Dict observation in their order in the vector, None for a Box.
+    """Returns the paths of a task's Dict observation in vector order, or None for a Box.
 
-    `env` has actions rescaled, and the Dict flattened.
+    `env` has rescaled actions and a flattened Dict.
     """
     flat = env.env
     if not isinstance(flat, gymnasium.wrappers.FlattenObservation):
@@ -62,19 +62,19 @@ def find_entries(env: gymnasium.Env) -> list[list[str]] | None:
 
 
 def policy_file(directory: Path, which: str) -> Path:
-    """Returns where a run keeps its best or its last policy."""
+    """Returns the path of a run's best or last policy."""
     return directory / f"policy_{which}.pt"
 
 
 class Policy(nn.Module):
     """A trained policy without exploration.
 
-    Called with a NumPy observation `[n]`, or several `[B, n]`, it returns actions within the bounds
-    of the task. A task with Dict observations takes the dict. As a module it maps a float32 tensor
-    `[B, n]` to actions `[B, m]`.
+    Call `act` with a NumPy observation `[n]`, or several `[B, n]`, to get actions within the task's
+    bounds. For a task with Dict observations, pass the dict. As a module, the policy maps a float32
+    tensor `[B, n]` to actions `[B, m]`.
 
     Attributes:
-        frames: Frames after which it was evaluated.
+        frames: Number of frames after which it was evaluated.
         mean_return: Mean return of that evaluation.
         actor_width: Number of entries of an observation.
     """
@@ -94,7 +94,7 @@ class Policy(nn.Module):
         self.requires_grad_(False)
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        """Maps observations `[B, n]` to actions `[B, m]` in the bounds of the task."""
+        """Maps observations `[B, n]` to actions `[B, m]` within the task's bounds."""
         with set_exploration_type(ExplorationType.DETERMINISTIC):
             results = self.actor(observation=observation)
         action = results[-1] if isinstance(results, tuple) else results  # after mean and scale
@@ -132,8 +132,8 @@ class Policy(nn.Module):
 def load_recipe(name: str) -> ModuleType:
     """Returns the recipe that trains an algorithm.
 
-    It is one of this project's: what a run's files say chooses no other module, and a module of the
-    same name elsewhere is not taken for it.
+    Only this project's recipes are loaded: a run's files cannot choose another module, and a module
+    of the same name elsewhere is ignored.
     """
     known = sorted(path.stem for path in CONF.parent.glob("*.py") if _trains(path.stem))
     if name not in known:
@@ -152,7 +152,7 @@ def _trains(recipe: str) -> bool:
 
 
 def load_policy(directory: Path | str, which: str = "best") -> Policy:
-    """Returns the policy that a run has trained. No code of its files is executed.
+    """Loads the policy that a run has trained. No code from its files is executed.
 
     Args:
         directory: The run's directory.
@@ -172,7 +172,7 @@ def load_policy(directory: Path | str, which: str = "best") -> Policy:
 
 
 def export_policy(policy: Policy, path: Path) -> None:
-    """Writes a policy that runs without this project, by `torch.export`.
+    """Exports a policy with `torch.export`, so that it runs without this project.
 
     Raises if the exported program acts differently.
     """

@@ -1,4 +1,4 @@
-"""Where the numbers of a run come from: version, commit and the state of its tree, machine."""
+"""Records where a run's numbers come from: version, commit, state of the tree and machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import nmer_torchrl
 
 
 def describe_source() -> dict[str, Any]:
-    """Returns version, commit (None outside a clone), whether its tree is clean, and machine."""
+    """Returns version, commit (None outside a clone), whether the tree is clean, and machine."""
     commit = _git("rev-parse", "HEAD")
     return {
         "version": nmer_torchrl.__version__,
@@ -25,7 +25,7 @@ def describe_source() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str | None:
-    """Returns what a git command prints about this file's repository; None if it fails."""
+    """Returns the output of a git command in this file's repository, or None if it fails."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

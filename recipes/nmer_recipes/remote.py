@@ -1,4 +1,4 @@
-"""Acting in environments on other processes and machines, by Ray."""
+"""Acts in environments in other processes and on other machines, with Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ try:
 except ImportError:
     ray = None
 
-_TRIES = 3  # to begin workers anew without a batch from them
+_TRIES = 3  # attempts to restart workers without a batch from them
 _NOBODY = (
     "collector.address={}: no Ray cluster answers there ({}). Start one by `ray start --head`, or "
     "leave the address out."
@@ -31,14 +31,13 @@ _NOBODY = (
 
 @final
 class RemoteCollector(BatchCollector):
-    """Acts by TorchRL's `RayCollector`.
+    """Acts with TorchRL's `RayCollector`.
 
-    While the rows of one worker are handed out the others act, so that weights are old by what has
-    arrived meanwhile: about what all workers collect at a time, more where one is slow. Which
-    worker is first is a matter of time: the same seed does not give the same rows.
+    While the rows of one worker are returned, the other workers act. Weights are therefore older by
+    the rows that arrived meanwhile: about one batch of all workers, more if one is slow. The order
+    of workers depends on timing, so the same seed does not give the same rows.
 
-    A worker that is lost cannot be replaced alone: all are begun anew, and with them their
-    episodes.
+    A lost worker cannot be replaced alone: all workers are restarted with new episodes.
     """
 
     def __init__(self, cfg: DictConfig, *arguments: Any, **options: Any) -> None:
@@ -54,10 +53,10 @@ class RemoteCollector(BatchCollector):
 
     def __enter__(self) -> Self:
         cfg = self.cfg.collector
-        # What workers run of ours goes to them whole: their machines need no copy of the recipes.
+        # Workers receive our code by value: their machines need no copy of the recipes.
         ray.cloudpickle.register_pickle_by_value(nmer_recipes)
         options: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
-        if cfg.address is None:  # has room for the workers, whether or not there are as many cores
+        if cfg.address is None:  # make room for the workers, even with fewer cores
             options |= {"num_cpus": math.ceil(cfg.workers * cfg.cpus), "include_dashboard": False}
             options["object_store_memory"] = 2**27
         try:
@@ -71,12 +70,12 @@ class RemoteCollector(BatchCollector):
         ray.shutdown()
 
     def _receive(self) -> TensorDictBase:
-        """The batch of the first worker that has one."""
+        """Returns the batch of the first worker that has one."""
         for _ in range(_TRIES):
             try:
                 return super()._receive()
             except ray.exceptions.RayTaskError:
-                raise  # an error within the task, which would come again
+                raise  # an error in the task, which would occur again
             except (ray.exceptions.RayError, RuntimeError) as error:
                 reason = str(error).strip().splitlines()[0]
                 tqdm.write(
@@ -91,7 +90,7 @@ class RemoteCollector(BatchCollector):
         )
 
     def _make(self, make_envs: list[MakeEnv]) -> BaseCollector:
-        """Spreads the workers over the machines of the cluster."""
+        """Distributes the workers over the machines of the cluster."""
         cfg = self.cfg.collector
         self._places = ray.util.placement_group([{"CPU": cfg.cpus}] * cfg.workers, "SPREAD")
         if not self._places.wait(cfg.patience):
@@ -121,7 +120,7 @@ class RemoteCollector(BatchCollector):
 
 
 def _check_address(address: str | None) -> None:
-    """Whether anyone listens there; Ray would take minutes to say so."""
+    """Raises a `UsageError` if nothing listens there; Ray would take minutes to report it."""
     if address in (None, "auto"):
         return
     try:

@@ -1,4 +1,4 @@
-"""The replay buffer of a recipe: made from its config, drawn from, looked at."""
+"""Builds a recipe's replay buffer from its config, samples from it and describes it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from nmer_torchrl.neighbors import DeviceSearch, make_search
 def make_buffer(
     cfg: DictConfig, seed: int, directory: Path | None = None, *, capacity: int | None = None
 ) -> TensorDictReplayBuffer:
-    """The buffer that `cfg.replay` describes; a run never stores more than its frames.
+    """Builds the buffer that `cfg.replay` describes, with at most as many rows as the run's frames.
 
-    With `storage=memmap`, rows are in files of the run's directory.
+    With `storage=memmap`, rows are kept in files in the run's directory.
 
     Args:
-        cfg: Of the run.
-        seed: Of what is drawn.
-        directory: Of the run.
-        capacity: Number of rows, where it is not that of the run.
+        cfg: The run's config.
+        seed: The sampling seed.
+        directory: The run's directory.
+        capacity: Number of rows, if it differs from the run's.
     """
     method = make_method(cfg.replay)
     if capacity is None:
@@ -44,7 +44,7 @@ def make_buffer(
     try:
         if torch.device(cfg.device) != torch.device(cfg.storage_device):
             name, device = search_of(cfg), torch.device(cfg.device)
-            if name not in (None, "faiss"):  # which is for the CPU
+            if name not in (None, "faiss"):  # faiss searches on the CPU
                 search = make_search(name, cfg.replay.get("k", 1), device)
                 method = replace(method, search=DeviceSearch(search, device))
         buffer = make_replay_buffer(
@@ -65,28 +65,28 @@ def make_buffer(
 
 
 def store(buffer: TensorDictReplayBuffer, row: TensorDictBase, ended: float | None) -> None:
-    """Stores a row, and lets the neighbour search take it up now rather than at the next draw.
+    """Stores a row, and updates the neighbor search now instead of at the next sample.
 
-    `ended` is the return of an episode that ends with it.
+    `ended` is the return of the episode that ends with this row, if one does.
     """
-    buffer.add(row)  # in two thirds of the time of `extend`
+    buffer.add(row)  # takes two thirds of the time of `extend`
     if ended is not None:
         loop.finish_episode(buffer, ended)
     loop.synchronize(buffer)
 
 
 class Source(NamedTuple):
-    """A buffer, and how many rows of each batch come from it."""
+    """A buffer, and the number of rows that each batch takes from it."""
 
     buffer: TensorDictReplayBuffer
     rows: int
 
 
 def draw(sources: Sequence[Source], batches: int, clock: Clock) -> Iterator[list[TensorDictBase]]:
-    """Draws the rows of that many batches, all at once, since nothing is stored between them.
+    """Samples the rows of several batches at once, since nothing is stored between them.
 
-    Priorities change with every update, and a tuned alpha with every draw: they ask for one draw
-    for each batch. What is drawn comes source by source.
+    Priorities change with every update, and a tuned alpha with every sample. These methods sample
+    each batch separately. Each result lists the rows by source.
     """
     if not batches:
         return
@@ -99,9 +99,10 @@ def draw(sources: Sequence[Source], batches: int, clock: Clock) -> Iterator[list
 
 @torch.no_grad()
 def describe(buffer: TensorDictReplayBuffer, batch: TensorDictBase | None) -> dict[str, float]:
-    """Size, and of a batch of pairs how many were mixed and how far apart they lay.
+    """Returns the size, and for a batch of pairs the mixed share and the mean distance.
 
-    The distance is over Z-scored observation and action, whatever the metric, so that runs compare.
+    The distance is over Z-scored observation and action, whatever the metric, so that runs can be
+    compared.
     """
     metrics = {"replay/size": float(len(buffer)), "replay/mixed": 0.0}
     batch = TensorDict() if batch is None else batch

@@ -1,4 +1,4 @@
-"""Going on with a run by the name of its directory alone."""
+"""Resumes a run from the name of its directory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from nmer_recipes.errors import UsageError
 from nmer_recipes.files import resume_word
 from nmer_recipes.settings import CONF, find_choices
 
-# Chosen anew for another device, unless they are given.
+# Chosen again for a different device, unless given.
 _BY_DEVICE = ("storage_device", "compile", "replay.search")
 
 
 def add_choices(words: Sequence[str]) -> list[str]:
-    """Returns the files of config groups that the run of `resume=DIR` has, as overrides.
+    """Returns the config group choices of the run in `resume=DIR`, as overrides.
 
-    Groups for which the command line has a choice are left out. Hydra composes the config by them,
-    so that it knows the settings that the run has.
+    Groups that the command line sets are left out. Hydra composes the config with these choices, so
+    that it knows the run's settings.
 
     Args:
         words: The command line.
@@ -39,13 +39,13 @@ def add_choices(words: Sequence[str]) -> list[str]:
 
 
 def continue_config(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
-    """Returns the config of the run that `cfg.resume` names, with what the command line changes.
+    """Returns the config of the run that `cfg.resume` names, with the command line's changes.
 
-    The choice of a group that the run has, such as `replay=nmer`, changes nothing below it.
+    Choosing the group that the run has, such as `replay=nmer`, changes nothing below it.
 
     Args:
-        cfg: Composed from the command line.
-        words: The command line as it was typed.
+        cfg: The config composed from the command line.
+        words: The command line as typed.
     """
     saved, composed = read_config(Path(cfg.resume)), OmegaConf.to_container(cfg)
     assert isinstance(composed, dict)
@@ -58,14 +58,14 @@ def continue_config(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
     same = {group for group, choice in find_choices(saved).items() if typed.get(group) == choice}
     given = {"resume", "run_dir", *typed} - same
     if "total_updates" in given:
-        given.add("total_frames")  # which follows it
+        given.add("total_frames")  # which follows from it
     if "device" in given and cfg.device != saved.get("device"):
         given |= {name for name in _BY_DEVICE if OmegaConf.select(cfg, name) is not None}
-    # Settings that the recipes got after the run had begun have their defaults.
+    # Settings that the recipes gained after the run had begun keep their defaults.
     merged = composed | saved
     for group in find_choices(saved).keys() & composed.keys():
         merged[group] = composed[group] | saved[group]
-    for name in sorted(given & set(_names(composed))):  # groups come before what is below them
+    for name in sorted(given & set(_names(composed))):  # groups come before their settings
         _copy(composed, merged, name)
     continued = OmegaConf.create(merged)
     OmegaConf.set_struct(continued, True)
@@ -73,7 +73,7 @@ def continue_config(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
 
 
 def resume_command(directory: Path, algorithm: str) -> str:
-    """Returns the command that goes on with a run, in words that shell and Hydra take."""
+    """Returns the command that resumes a run, quoted for a shell and Hydra."""
     script = CONF.parent / f"{algorithm}.py"
     if script.is_relative_to(Path.cwd()):
         script = script.relative_to(Path.cwd())
@@ -86,7 +86,7 @@ def _parse(words: Sequence[str]) -> list[Override]:
     try:
         return OverridesParser.create().parse_overrides(overrides)
     except HydraException:
-        return []  # Hydra says what is wrong with them
+        return []  # Hydra reports the error
 
 
 def _names(tree: dict[Any, Any], prefix: str = "") -> list[str]:
@@ -100,7 +100,7 @@ def _names(tree: dict[Any, Any], prefix: str = "") -> list[str]:
 
 
 def _copy(source: dict[Any, Any], target: dict[Any, Any], name: str) -> None:
-    """Copies the setting of a dotted name."""
+    """Copies the setting with a dotted name."""
     *path, last = name.split(".")
     for part in path:
         source, target = source[part], target.setdefault(part, {})

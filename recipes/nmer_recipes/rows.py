@@ -1,4 +1,4 @@
-"""Rows in files, for buffers that are larger than the host's memory."""
+"""Stores rows in files, for buffers that are larger than the host's memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FOLDER = "rows"
 
 
 class RowFiles(LazyMemmapStorage):
-    """Keeps rows in memory-mapped files of a run's directory.
+    """Keeps rows in memory-mapped files in a run's directory.
 
-    The files are deleted when the run ends or is stopped: its checkpoint holds the rows as well.
-    Files that a killed run has left behind are deleted when it is resumed.
+    The files are deleted when the run ends or is stopped, since its checkpoint also holds the rows.
+    Files that a killed run leaves behind are deleted when it is resumed.
 
     Args:
         capacity: Number of rows.
-        directory: Of the run.
+        directory: The run's directory.
     """
 
     def __init__(self, capacity: int, directory: Path) -> None:
@@ -32,9 +32,9 @@ class RowFiles(LazyMemmapStorage):
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up saved rows, into files of the directory."""
+        """Loads saved rows into files of the directory."""
         saved = state_dict["_storage"]
-        if saved and not self.initialized:  # else TorchRL puts the files elsewhere
+        if saved and not self.initialized:  # otherwise TorchRL puts the files elsewhere
             rows = TensorDict().load_state_dict(saved, strict=False)
             self.set(torch.arange(1), rows[:1])
         super().load_state_dict(state_dict)

@@ -1,4 +1,4 @@
-"""A run: its directory, its numbers, its progress, and how it stops."""
+"""Manages a run: its directory, its metrics, its progress, and how it stops."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ COLUMNS = (
     "time/share_update",
     "time/share_evaluation",
 )
-_LONG = 600.0  # seconds from which on a run is told to be long
-_WIDE = 1_000  # units of a critic's layer that take most of the time
-_FIRST = 300  # updates from which its length is told
+_LONG = 600.0  # seconds from which a run's remaining time is printed
+_WIDE = 1_000  # units of a critic's layer above which it takes most of the time
+_FIRST = 300  # updates after which the remaining time is estimated
 
 
 class Clock:
@@ -76,7 +76,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
-        """Counts the time within for `part`."""
+        """Adds the time spent in the block to `part`."""
         start = time.perf_counter()
         try:
             yield
@@ -85,11 +85,11 @@ class Clock:
 
 
 class Run:
-    """The directory of a run and all that is told about it.
+    """Manages the directory of a run and everything that is logged about it.
 
-    Whatever the logger, the directory holds `config.yaml`, `metrics.csv` and, at the end,
-    `curve.png` and `summary.json`. Use it as a context: within, Ctrl-C and SIGTERM are noted in
-    `interrupted` rather than raised, so that the loop can write a checkpoint.
+    With any logger, the directory holds `config.yaml`, `metrics.csv` and, at the end, `curve.png`
+    and `summary.json`. Use it as a context manager: inside, Ctrl-C and SIGTERM set `interrupted`
+    instead of raising, so that the loop can write a checkpoint.
     """
 
     def __init__(self, cfg: DictConfig) -> None:
@@ -101,12 +101,12 @@ class Run:
         self.rows: list[dict[str, float]] = []
         self.frames = self.updates = 0
         self.interrupted: int | None = None
-        self.due: dict[str, float] | None = None  # the buffer at an evaluation yet to be made
+        self.due: dict[str, float] | None = None  # the buffer's metrics at a pending evaluation
         self.seconds = 0.0  # before the last interruption
         self.logger_id: str | None = None
         self._logged_to: str | None = None  # before the last interruption
-        self.sources = [describe_source()]  # more than one if it went on elsewhere
-        self._losses: dict[str, tuple[Tensor, int]] = {}  # sum and number since the last row
+        self.sources = [describe_source()]  # several if the run was continued elsewhere
+        self._losses: dict[str, tuple[Tensor, int]] = {}  # sum and count since the last row
         self._started = self._marked = time.perf_counter()
         self._marked_at = (0, 0)  # frames and updates at the last row
         self._marked_clock = dict(self.clock.seconds)
@@ -125,7 +125,7 @@ class Run:
         self._started = self._marked = time.perf_counter()
         with stopped_by_errors(self.directory):
             if self.resumed:
-                (self.directory / "summary.json").unlink(missing_ok=True)  # it is taken further
+                (self.directory / "summary.json").unlink(missing_ok=True)  # the run is extended
                 update_config(self.directory, cfg)
             self._write_metrics()
         unit = "update" if "total_updates" in cfg else "frame"
@@ -147,13 +147,13 @@ class Run:
         return self
 
     def _interrupt(self, number: int, _: Any) -> None:
-        if self.interrupted is not None:  # asked twice: at once
+        if self.interrupted is not None:  # asked twice: stop now
             raise KeyboardInterrupt
         self.interrupted = number
         self.bar.write("Stopping after this frame; once more to stop at once.", file=sys.stderr)
 
     def stops(self) -> bool:
-        """Whether a signal has asked the run to stop."""
+        """Returns whether a signal has asked the run to stop."""
         return self.interrupted is not None
 
     def __exit__(self, *_: Any) -> None:
@@ -164,7 +164,7 @@ class Run:
             self._logger.close()
 
     def note(self, losses: dict[str, Tensor], updates: int) -> None:
-        """Adds up the losses `[n]` of updates on their device; the next row reads the sums."""
+        """Adds the losses `[n]` of updates to sums on their device, which the next row reads."""
         self.updates += updates
         for name, values in losses.items():
             if name not in self._losses:
@@ -173,14 +173,14 @@ class Run:
             self._losses[name] = (total.add_(values.sum()), number + len(values))
 
     def count(self, frames: int) -> None:
-        """Notes one frame."""
+        """Counts one frame."""
         self.frames = frames
         if self.updates:
             self._tell_length(frames)
         self.bar.update(frames - self.bar.n)
 
     def log(self, frames: int, returns: list[float], *groups: dict[str, float]) -> None:
-        """Writes a row of metrics; `returns` are those of training episodes, and are emptied."""
+        """Writes a row of metrics; clears `returns`, the returns of training episodes."""
         now = time.perf_counter()
         passed = max(now - self._marked, 1e-9)
         row: dict[str, float] = {"frames": frames, "train/updates": self.updates}
@@ -209,7 +209,7 @@ class Run:
         returns.clear()
 
     def _tell_divergence(self, row: dict[str, float]) -> None:
-        """Says once that a loss or a return is not finite: what follows trains on it."""
+        """Warns once if a loss or a return is not finite, since training continues on it."""
         bad = [name for name, value in row.items() if not math.isfinite(value)]
         if bad and not self._diverged:
             self._diverged = True
@@ -220,7 +220,7 @@ class Run:
             )
 
     def _send(self, row: dict[str, float]) -> None:
-        """Gives a row to the logger."""
+        """Sends a row to the logger."""
         if self._logger is not None:
             metrics = {name: value for name, value in row.items() if name != "frames"}
             self._logger.log(metrics, int(row["frames"]))
@@ -231,7 +231,7 @@ class Run:
         self._losses = {}
 
     def _tell_length(self, frames: int) -> None:
-        """Says once, from the first updates, how long a long run will take."""
+        """Prints once, after the first updates, how long a long run will take."""
         now = time.perf_counter()
         if self._first_update is None:
             self._first_update = (now, self.updates)
@@ -263,7 +263,7 @@ class Run:
         return self.directory / "metrics.csv"
 
     def _write_metrics(self) -> None:
-        """Writes all rows anew: some may not have found room, and some come again on resuming."""
+        """Rewrites all rows: some may have failed to write, and some repeat after resuming."""
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, COLUMNS)
         writer.writeheader()
@@ -272,12 +272,12 @@ class Run:
 
     @property
     def score(self) -> float:
-        """Mean of the last evaluations."""
+        """The mean of the last evaluations."""
         last = [row["eval/return"] for row in self.rows[-WINDOW:]]
         return sum(last) / len(last) if last else math.nan
 
     def stop(self) -> None:
-        """Ends an interrupted run, and says how to continue it."""
+        """Ends an interrupted run, and prints how to continue it."""
         command = resume_command(self.directory, self.cfg.algorithm)
         print(f"Stopped; a checkpoint is written. To go on: {command}", file=sys.stderr)
         if _in_sweep():
@@ -315,7 +315,7 @@ class Run:
         return self.score
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows, counters and where they were logged."""
+        """Returns rows, counters and the logger's id and place."""
         return {
             "rows": self.rows,
             "frames": self.frames,
@@ -330,9 +330,9 @@ class Run:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Restores a saved state."""
         self.rows, self.updates = list(state["rows"]), state["updates"]
-        self.frames = state.get("frames", state["marked_at"][0])  # not in version 0.1
+        self.frames = state.get("frames", state["marked_at"][0])  # missing in version 0.1
         self._logged_to = state.get("logged_to")
         self.due = state.get("due")
         self._losses = {
@@ -341,7 +341,7 @@ class Run:
         }
         self._marked_at = tuple(state["marked_at"])
         self.seconds, self.logger_id = state["seconds"], state["logger_id"]
-        before = state.get("sources", [])  # none in checkpoints of version 0.1
+        before = state.get("sources", [])  # missing in checkpoints of version 0.1
         self.sources = before + [source for source in self.sources if source not in before]
 
 

@@ -1,4 +1,4 @@
-"""Searches for the best settings, by Hydra's Optuna sweeper."""
+"""Reports searches for the best settings with Hydra's Optuna sweeper."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-RESULTS = "optimization_results.yaml"  # that the sweeper writes into the directory of the sweep
+RESULTS = "optimization_results.yaml"  # the sweeper writes it to the sweep's directory
 
 
 class TellBest(Callback):
-    """Prints what a search has found; other sweeps find nothing."""
+    """Prints the result of a search; does nothing in other sweeps."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Leaves out Optuna's line about a study that it forgets at the end."""
+        """Hides Optuna's message about a study that is not kept."""
         if _searches(config):
             import optuna
 
@@ -26,7 +26,7 @@ class TellBest(Callback):
         if _searches(config):
             path = Path(config.hydra.sweep.dir) / RESULTS
             found = OmegaConf.load(path)
-            if "best_params" in found:  # rather than several solutions
+            if "best_params" in found:  # there is one solution, not several
                 best = " ".join(f"{name}={value}" for name, value in found.best_params.items())
                 print(f"Best of the search: score {found.best_value:.1f} with {best}; see {path}")
 

@@ -1,4 +1,4 @@
-"""Random streams that do not disturb one another."""
+"""Provides random streams that are independent of each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES = ("networks", "environment", "exploration", "replay", "data")
 
 
 def seeds(seed: int) -> dict[str, int]:
-    """A seed of its own for each stream, from the seed of the run."""
+    """Returns a separate seed for each stream, derived from the run's seed."""
     children = np.random.SeedSequence(seed).spawn(len(_NAMES))
     return {
         name: int(child.generate_state(1)[0] % 2**31)
@@ -22,10 +22,10 @@ def seeds(seed: int) -> dict[str, int]:
 
 
 class Stream:
-    """Within `with stream:` torch's global generators are this stream's own.
+    """A context in which torch's global generators use this stream's state.
 
-    TorchRL's policies and losses draw from the global generators. In a stream of its own the
-    exploration of a run does not depend on how much the losses have drawn.
+    TorchRL's policies and losses draw from the global generators. With its own stream, a run's
+    exploration does not depend on how much the losses have drawn.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -54,20 +54,20 @@ class Stream:
         self._set(self._outside)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this stream and of the global generators outside it."""
+        """Returns the state of this stream and of the global generators outside it."""
         return {"stream": self._state, "outside": self._get()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores both; states from another kind of device seed new ones."""
+        """Restores both; states from a different kind of device seed new ones."""
         self._state = self._fit(state["stream"])
         self._set(self._fit(state["outside"]))
 
     def _fit(self, states: list[torch.Tensor]) -> list[torch.Tensor]:
-        """States for the generators of this device."""
+        """Returns states that fit the generators of this device."""
         outside = self._get()
         if len(states) == len(outside):
             return states
-        torch.manual_seed(seed_from(states[-1]))  # the last is that of the device that drew
+        torch.manual_seed(seed_from(states[-1]))  # the last state belongs to the device that drew
         fitting = self._get()
         self._set(outside)
         return fitting

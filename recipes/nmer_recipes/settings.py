@@ -1,4 +1,4 @@
-"""Settings: which ones a recipe has, and which values each may take."""
+"""Defines which settings a recipe has, and which values each may take."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ CONF = Path(__file__).parents[1] / "conf"
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a setting may be.
+    """The numbers that a setting accepts.
 
     Args:
         least: Smallest value.
         most: Largest value.
         whole: Whether it is an integer.
-        above: Whether `least` itself is left out.
+        above: Whether `least` itself is excluded.
         each: Whether the setting is a list of such numbers.
-        null: Whether it may be null, and what that means.
+        null: What null means, or None if the setting cannot be null.
     """
 
     least: float = -math.inf
@@ -39,7 +39,7 @@ class Range:
     null: str | None = None
 
     def holds(self, value: Any) -> bool:
-        """Returns whether the setting may have this value."""
+        """Returns whether the setting accepts this value."""
         if value is None:
             return self.null is not None
         if isinstance(value, list | ListConfig):
@@ -70,7 +70,7 @@ _COUNT = Range(1, whole=True)
 _SIZE = Range(0)  # a number, at least 0
 _POSITIVE = Range(0, above=True)
 
-# Every number in `recipes/conf`, except those of the mapping `methods`. The package checks those,
+# Every number in `recipes/conf`, except those in the mapping `methods`. The package checks those
 # and the options of `replay`.
 RANGES: dict[str, Range] = {
     "seed": Range(0, 2**32 - 1, whole=True),
@@ -96,7 +96,7 @@ RANGES: dict[str, Range] = {
     "target_entropy": Range(null="for minus the number of action dimensions"),
     # TD3, REDQ and CrossQ
     "policy_delay": _COUNT,
-    # TD3 and TD3+BC, the last also DDPG
+    # TD3 and TD3+BC; the last also for DDPG
     "target_interval": _COUNT,
     "target_noise": _SIZE,
     "target_noise_clip": _SIZE,
@@ -120,7 +120,7 @@ RANGES: dict[str, Range] = {
     "bc_alpha": _SIZE,
     "expectile": Range(0.5, 0.999),
     "temperature": _SIZE,
-    # The manifold's error
+    # The on-manifold error
     "sizes": Range(2, whole=True, each=True),
     "rows": _COUNT,
     "repeats": _COUNT,
@@ -160,7 +160,7 @@ TEXTS = (
     "out",
     "collector.address",
 )
-_OPEN = {"env.kwargs", "methods"}  # mappings to which anyone may add entries
+_OPEN = {"env.kwargs", "methods"}  # mappings to which users may add entries
 TASK_PAGE = "docs/howto/own_task.md"
 _ABSENT = object()
 
@@ -187,22 +187,22 @@ def check_values(cfg: DictConfig) -> None:
 
 
 def check_names(cfg: DictConfig, recipe: str, choices: Mapping[str, str | None]) -> None:
-    """Raises a `UsageError` for a setting that the recipe does not have, or lacks.
+    """Raises a `UsageError` for settings that the recipe does not have, or that are missing.
 
-    Hydra's `+name=value` adds settings that nothing reads, and `~name` removes ones that are
+    Hydra's `+name=value` adds settings that nothing reads, and `~name` removes settings that are
     needed.
 
     Args:
         cfg: The composed config.
-        recipe: Its name.
-        choices: The file that was chosen of each group.
+        recipe: The recipe's name.
+        choices: The chosen file of each group.
     """
     reference, defaults = _read(recipe)
     for group in defaults:
         choice = choices.get(group)
         if choice is not None and choice in _choices(group):
             reference[group] |= _settings(group, choice)
-        elif choice is not None:  # a file of the user's own says for itself what there is
+        elif choice is not None:  # a user's own file defines its settings
             reference[group] = OmegaConf.to_container(cfg[group])
     given = OmegaConf.to_container(cfg)
     assert isinstance(given, dict)
@@ -217,14 +217,14 @@ def check_names(cfg: DictConfig, recipe: str, choices: Mapping[str, str | None])
 def check_words(words: Sequence[str], recipe: str) -> None:
     """Raises a `UsageError` for an override of a setting that the recipe does not have.
 
-    Hydra refuses it as well, but advises to add it.
+    Hydra also refuses it, but suggests adding it.
 
     Args:
         words: The command line.
-        recipe: The name of the recipe.
+        recipe: The recipe's name.
     """
     if any(word.startswith(("-c", "--config", "hydra.searchpath")) for word in words):
-        return  # config files of the user's own may have other settings
+        return  # a user's own config files may have other settings
     reference, choices = _read(recipe)
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     choices |= {name: value for name, _, value in (word.partition("=") for word in overrides)}
@@ -245,7 +245,7 @@ def check_words(words: Sequence[str], recipe: str) -> None:
 
 
 def _check_task(chosen: str) -> None:
-    """Raises a `UsageError` for a task that the group `env` does not have; `a,b` chooses two."""
+    """Raises a `UsageError` for a task that is not in the group `env`; `a,b` chooses two."""
     known = sorted(_choices("env"))
     for name in chosen.split(","):
         if re.fullmatch(r"[\w.:/-]+", name) and name not in (*known, "null"):
@@ -258,7 +258,7 @@ def _check_task(chosen: str) -> None:
 
 
 def find_choices(cfg: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the file that a config has of each group, as far as its settings tell.
+    """Returns the chosen file of each group, as far as the settings show it.
 
     Args:
         cfg: The resolved config of a run.
@@ -273,7 +273,7 @@ def find_choices(cfg: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read(recipe: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The settings of a recipe without those of its groups, and the groups with their defaults."""
+    """Returns a recipe's settings without its groups', and the groups with their defaults."""
     settings = _load(CONF / f"{recipe}.yaml")
     reference: dict[str, Any] = {}
     choices: dict[str, str] = {}
@@ -282,7 +282,7 @@ def _read(recipe: str) -> tuple[dict[str, Any], dict[str, str]]:
             choices |= {group: choice for group, choice in entry.items() if group in _groups()}
         elif entry != "_self_":
             reference = _merge(reference, _load(CONF / f"{entry}.yaml"))
-    # What the recipe itself says of a group holds for each of its files.
+    # The recipe's own settings of a group apply to each of the group's files.
     reference = _merge(reference, settings)
     reference |= {group: reference.get(group, {}) for group in choices}
     del reference["hydra"]
@@ -291,7 +291,7 @@ def _read(recipe: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of both; those of the second go before, mapping by mapping."""
+    """Merges two settings trees; the second takes precedence."""
     merged = OmegaConf.to_container(OmegaConf.merge(first, second))
     assert isinstance(merged, dict)
     return {str(name): value for name, value in merged.items()}
@@ -318,7 +318,7 @@ def _settings(group: str, choice: str) -> dict[str, Any]:
 
 
 def _beyond(tree: Mapping[Any, Any], other: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
-    """The settings of a tree that the other one does not have."""
+    """Yields the settings of a tree that the other one does not have."""
     for name, value in tree.items():
         path = f"{prefix}{name}"
         if name not in other:
@@ -328,7 +328,7 @@ def _beyond(tree: Mapping[Any, Any], other: Mapping[Any, Any], prefix: str = "")
 
 
 def _names(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
-    """Every setting of a tree by its full name."""
+    """Yields the full name of every setting of a tree."""
     for name, value in tree.items():
         path = f"{prefix}{name}"
         if path not in _OPEN and isinstance(value, Mapping):
@@ -338,7 +338,7 @@ def _names(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _raise_unknown(name: str, reference: Mapping[Any, Any], choices: Mapping[str, Any]) -> None:
-    """Raises with the nearest name, and with those that stand beside it."""
+    """Raises an error with the nearest name and the other names of its group."""
     names = sorted(_names(reference))
     near = difflib.get_close_matches(name, names, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
@@ -352,6 +352,6 @@ def _raise_unknown(name: str, reference: Mapping[Any, Any], choices: Mapping[str
 
 
 def show(value: Any) -> str:
-    """A value as it stands in a command line."""
+    """Formats a value as on the command line."""
     words = {None: "null", True: "true", False: "false"}
     return words[value] if value is None or isinstance(value, bool) else str(value)

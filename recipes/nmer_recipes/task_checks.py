@@ -1,4 +1,4 @@
-"""Checks of a task before a run: what the recipes cannot train on is refused in one line."""
+"""Checks a task before a run, and refuses in one line what the recipes cannot train on."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def _check_observations(space: spaces.Space, name: str) -> None:
 
 
 def _describe(space: spaces.Space) -> str:
-    """A space in short: the bounds of an image take many lines."""
+    """Describes a space in short: the bounds of an image take many lines."""
     if isinstance(space, spaces.Box):
         return f"Box({space.shape}, {space.dtype})"
     return str(space)
 
 
 def check_time_limit(env: gymnasium.Env, name: str) -> None:
-    """Raises a `UsageError` if nothing is known to end the episodes of a task."""
-    layer, limited = env, name.startswith("dm_control/")  # whose tasks end by themselves
+    """Raises a `UsageError` if a task is not known to end its episodes."""
+    layer, limited = env, name.startswith("dm_control/")  # dm_control's tasks end by themselves
     while isinstance(layer, gymnasium.Wrapper):
         limited |= isinstance(layer, gymnasium.wrappers.TimeLimit)
         layer = layer.env
@@ -80,10 +80,10 @@ def check_time_limit(env: gymnasium.Env, name: str) -> None:
 
 
 def check_steps(env: gymnasium.Env, name: str) -> None:
-    """Resets and steps a task once; raises a `UsageError` if it returns what is not declared."""
+    """Resets and steps a task once; raises a `UsageError` if the results do not fit its spaces."""
     low, high = env.action_space.low, env.action_space.high
     action = ((low.astype(np.float64) + high) / 2).astype(env.action_space.dtype)
-    try:  # a wrapper, of which there is one at least, takes apart what a task returns
+    try:  # at least one wrapper is there, which unpacks what the task returns
         start, _ = env.reset(seed=0)
         observation, reward, terminated, truncated, _ = env.step(action)
     except ValueError as error:
@@ -107,7 +107,7 @@ def check_steps(env: gymnasium.Env, name: str) -> None:
 
 
 def _check_observation(observation: Any, space: spaces.Space, where: str) -> None:
-    """Raises unless it is finite, with the shape of the space; bounds are not looked at."""
+    """Raises unless the observation is finite and has the space's shape; ignores bounds."""
     if isinstance(space, spaces.Dict):
         if not isinstance(observation, dict) or observation.keys() != space.spaces.keys():
             found = list(observation) if isinstance(observation, dict) else type(observation)

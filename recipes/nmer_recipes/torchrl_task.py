@@ -1,4 +1,4 @@
-"""An environment of TorchRL as a task of Gymnasium, which is what the recipes act in."""
+"""Wraps a TorchRL environment as a Gymnasium task, which the recipes act in."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from nmer_recipes.imports import import_callable
 from nmer_recipes.seeding import Stream
 
 _NEVER = torch.zeros(1, dtype=torch.bool)
-_COUNTER = "step_count"  # of TorchRL's StepCounter, and not an observation
+_COUNTER = "step_count"  # of TorchRL's StepCounter; not an observation
 
 
 class TorchRLTask(gymnasium.Env):
     """Acts in a TorchRL environment with no batch dimension.
 
-    Its observation is the entry `observation` if there is one, else a Dict of all entries of the
+    The observation is the entry `observation` if there is one, else a Dict of all entries of the
     observation spec.
 
-    TorchRL's environments may draw from torch's global generator. Here they draw from a stream of
-    their own, which each episode seeds from `np_random`, as tasks of Gymnasium are seeded.
+    TorchRL's environments may draw from torch's global generator. Here they draw from their own
+    stream, which each episode seeds from `np_random`, as Gymnasium's tasks are seeded.
 
     Args:
-        path: `MODULE.NAME` of a TorchRL environment, or of a function that makes one.
-        options: What it is called with.
+        path: `MODULE.NAME` of a TorchRL environment, or of a function that returns one.
+        options: The keyword arguments that it is called with.
     """
 
     def __init__(self, path: str, options: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class TorchRLTask(gymnasium.Env):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Begins an episode."""
+        """Starts an episode."""
         super().reset(seed=seed)
         draw = int(self.np_random.integers(2**31))
         with self._stream:
@@ -77,7 +77,7 @@ class TorchRLTask(gymnasium.Env):
         return self._observe(self._state), {}
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Acts once."""
+        """Acts for one step."""
         assert self._state is not None
         spec = self.env.action_spec
         chosen = torch.as_tensor(action, dtype=spec.dtype).reshape(spec.shape)
@@ -86,7 +86,7 @@ class TorchRLTask(gymnasium.Env):
         after = stepped["next"]
         self._state = step_mdp(stepped)
         reward = after[self.env.reward_key].numpy()
-        single = float(reward.item()) if reward.size == 1 else reward  # else refused by the checks
+        single = float(reward.item()) if reward.size == 1 else reward  # the checks refuse other sizes
         ends = [bool(after.get(name, _NEVER).any()) for name in ("terminated", "truncated")]
         return self._observe(after), single, *ends, {}
 
@@ -109,7 +109,7 @@ def _name(key: NestedKey) -> str:
 
 
 def _as_box(spec: TensorSpec, what: str) -> spaces.Box:
-    """Returns a spec as a space of Gymnasium; a single number has shape [1] there."""
+    """Converts a spec to a Gymnasium space; a scalar gets shape [1]."""
     if not isinstance(spec, Bounded | Unbounded) or not spec.dtype.is_floating_point:
         raise UsageError(
             f"env.id={what} is {type(spec).__name__} of {spec.dtype}, but the recipes take floats; "

@@ -1,4 +1,4 @@
-"""The loop that trains every agent: seed, environment, agent, buffer, loop, evaluation."""
+"""Trains every agent: seed, environment, agent, buffer, loop, evaluation."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ from nmer_recipes.seeding import seeds
 from nmer_recipes.video import check_video, write_video
 from nmer_torchrl.loop import report_errors
 
-# The policy without exploration, the policy with it, and what holds the weights of all networks.
+# The policy without exploration, the policy with it, and the module that holds all weights.
 Agent: TypeAlias = tuple[TensorDictModuleBase, TensorDictModuleBase, LossModule]
-# Makes the gradient steps on a block `[K, B]` after so many steps; and the optimizers by name.
+# A function that takes gradient steps on a block `[K, B]` given the number of earlier steps; and
+# the optimizers by name.
 Update: TypeAlias = tuple[Callable[[Batch, int], Results], dict[str, Adam]]
 
 
@@ -47,12 +48,12 @@ def train(
     """Trains an agent and returns the score of the run.
 
     Args:
-        cfg: Of the run.
-        make_agent: Makes the agent from the config, the numbers of observation entries and of
-            action dimensions, and the device.
-        make_update: Makes the agent's gradient steps from the config and its weights.
-        add_entries: Adds to a row, before it is stored, what the agent wants to find in batches.
-        prepare: Takes up what the agent needs to know of fixed data, before it learns.
+        cfg: The run's config.
+        make_agent: Builds the agent from the config, the number of observation entries, the number
+            of action dimensions, and the device.
+        make_update: Builds the agent's update from the config and its weights.
+        add_entries: Adds entries to a row before it is stored, for the agent to find in batches.
+        prepare: Reads what the agent needs from fixed data, before training.
     """
     if cfg.data.source is not None and add_entries is not None:
         raise UsageError(
@@ -61,7 +62,7 @@ def train(
         )
     check_task(cfg.env)
     check_video(cfg)
-    # Seed: a stream each, so that a replay method changes neither the networks nor the resets.
+    # Seed: one stream each, so that a replay method changes neither the networks nor the resets.
     torch.set_num_threads(cfg.threads)
     device, seed = torch.device(cfg.device), seeds(cfg.seed)
     torch.manual_seed(seed["networks"])
@@ -73,11 +74,11 @@ def train(
 
     # Agent
     if "target_entropy" in cfg and cfg.target_entropy is None:
-        cfg.target_entropy = -float(actions)  # so that the run's config has it
+        cfg.target_entropy = -float(actions)  # so that the run's config includes it
     actor, explorer, agent = make_agent(cfg, observations, actions, device)
     update, optimizers = make_update(cfg, agent)
 
-    # Buffer: of the rows to come, of those that are there already, or both.
+    # Buffer: for the collected rows, for recorded rows, or both.
     if "collector" in cfg:
         check_memory(cfg, observations, actions)
     run = Run(cfg)
@@ -103,7 +104,7 @@ def train(
     clock, drawn = run.clock, [None]
 
     def evaluate_and_save(frame: int) -> None:
-        """Does what is due after a frame, and the evaluation that a signal has cut short."""
+        """Evaluates and saves if due, and repeats an evaluation that a signal has interrupted."""
         if run.due is not None:
             with clock("evaluation"):
                 scores = evaluate(actor, agent, run.stops)

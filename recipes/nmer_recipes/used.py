@@ -1,4 +1,4 @@
-"""Settings that a run decides itself, written down as they are used."""
+"""Writes down settings that a run decides itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nmer_recipes.methods import make_method
 
 
 def settle(cfg: DictConfig) -> None:
-    """Replaces `auto` by what it stands for in this run."""
+    """Replaces `auto` by the value that this run uses."""
     if cfg.compile == "auto":
         cfg.compile = is_worth_it(cfg)
     if cfg.replay.get("search") == "auto":
@@ -19,10 +19,10 @@ def settle(cfg: DictConfig) -> None:
 
 
 def _find_search(cfg: DictConfig) -> str:
-    """Returns the neighbour search that the method uses with its metric."""
-    name = search_of(cfg) or "auto"  # a method of the user's own may mean something else by it
+    """Returns the neighbor search that the method uses with its metric."""
+    name = search_of(cfg) or "auto"  # a user's own method may use the name differently
     try:
         make_method(OmegaConf.merge(cfg.replay, {"search": name}))
-    except UsageError:  # the graph does not serve every metric
+    except UsageError:  # the graph does not support every metric
         return "torch"
     return name

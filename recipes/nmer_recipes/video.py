@@ -1,4 +1,4 @@
-"""An mp4 of a policy."""
+"""Writes an mp4 of a policy."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from nmer_recipes.evaluate import Evaluator
 
 
 def check_video(cfg: DictConfig) -> None:
-    """Raises before a run that could not write its video."""
+    """Raises if a run could not write its video, before it starts."""
     if cfg.video:
         make_filmed(cfg.env).close()
 
 
 def make_filmed(cfg: DictConfig) -> gymnasium.Env:
-    """Makes the task itself so that it can be filmed; raises if it cannot.
+    """Builds the task without rescaling so that it can be filmed; raises if it cannot.
 
-    MuJoCo renders by EGL where there is no display.
+    MuJoCo renders with EGL where there is no display.
     """
     try:
         import imageio_ffmpeg  # noqa: F401
@@ -51,13 +51,13 @@ def make_filmed(cfg: DictConfig) -> gymnasium.Env:
 def write_video(
     cfg: DictConfig, directory: Path, evaluate: Evaluator, actor: TensorDictModuleBase
 ) -> None:
-    """Writes `video.mp4` of one episode, if asked for."""
+    """Writes `video.mp4` of one episode if configured."""
     if cfg.video:
         write_frames(directory / "video.mp4", *evaluate.record(actor, cfg.env))
 
 
 def write_frames(path: Path, frames: list, env: gymnasium.Env) -> None:
-    """Writes pictures of an environment as a video, at the speed that it is made for."""
+    """Writes an environment's images as a video, at the environment's own frame rate."""
     import imageio.v2
 
     speed = env.metadata.get("render_fps", 30)
