@@ -86,7 +86,7 @@ class TorchRLTask(gymnasium.Env):
         after = stepped["next"]
         self._state = step_mdp(stepped)
         reward = after[self.env.reward_key].numpy()
-        single = float(reward.item()) if reward.size == 1 else reward  # the checks refuse other sizes
+        single = float(reward.item()) if reward.size == 1 else reward  # the checks refuse others
         ends = [bool(after.get(name, _NEVER).any()) for name in ("terminated", "truncated")]
         return self._observe(after), single, *ends, {}
 
