@@ -1,4 +1,4 @@
-"""Stable-Baselines3's TD3 under the settings of our own: is uniform replay here an honest baseline?
+"""Trains Stable-Baselines3's TD3 with our settings, to check our uniform replay as a baseline.
 
     pip install stable-baselines3
     python recipes/benchmarks/baseline.py env=Hopper replay_ratio=1 total_frames=50000
@@ -7,9 +7,9 @@
 
 It takes the same options as `recipes/td3.py`, acts in the same task with equal networks and
 settings, is evaluated from the same starts, and writes the same files, so that `recipes/report.py`
-compares the two: its replay method is called "stable-baselines3". It cannot be resumed.
+compares the two. Its replay method is called "stable-baselines3". It cannot be resumed.
 
-What differs: a seed gives other networks and resets than in our recipe; random actions before
+Differences: a seed gives different networks and resets than in our recipe; random actions before
 learning have exploration noise added; an evaluation comes before the updates of its frame, not
 after them; and a step that both terminates and reaches the time limit counts as terminal.
 """
@@ -63,7 +63,7 @@ class Watch(BaseCallback):
 
 
 def train(cfg: DictConfig) -> None:
-    """One run."""
+    """Trains one run."""
     if cfg.target_interval != cfg.policy_delay:
         raise UsageError(
             f"target_interval={cfg.target_interval}, but Stable-Baselines3 moves the targets with "

@@ -1,11 +1,11 @@
-"""Frames per second of each collector: acting alone, and with one update for each frame.
+"""Measures each collector's frames per second: acting alone, and with one update per frame.
 
     python recipes/benchmarks/collectors.py
     python recipes/benchmarks/collectors.py --env Humanoid --frames 512
 
-TD3's policy and updates with the recipe's networks and batches, one thread. All collectors are open
-at the same time and take turns, so that a noisy moment hits all alike; those whose turn it is not
-wait. Frames that were collected meanwhile are taken before the clock starts.
+Uses TD3's policy and updates with the recipe's networks and batches, on one thread. All collectors
+are open at the same time and take turns, so that noise affects all of them alike; the others wait.
+Frames that were collected meanwhile are taken before the clock starts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CPU = torch.device("cpu")
 
 
 def make(overrides: list[str], env: str) -> tuple[Any, Callable[[], None]]:
-    """A collector as the recipe makes it, past its random frames, and an update of its policy."""
+    """Builds a collector as the recipe does, past its random frames, and its policy's update."""
     with initialize_config_dir(str(ROOT / "recipes" / "conf"), version_base="1.3"):
         cfg = compose("td3", overrides=[f"env={env}", "random_frames=1", "device=cpu", *overrides])
     task = make_env(cfg.env)
@@ -62,8 +62,8 @@ def make(overrides: list[str], env: str) -> tuple[Any, Callable[[], None]]:
 
 
 def frames_per_second(collector: Any, update: Callable[[], Any] | None, frames: int) -> float:
-    """Takes so many frames, with an update after each unless it is None."""
-    for _ in range(256):  # what was collected before, and what that was acted by
+    """Returns frames per second, with an update after each frame if given."""
+    for _ in range(256):  # skip frames that were collected before
         collector.step()
     begin = time.perf_counter()
     for _ in range(frames):
@@ -74,12 +74,12 @@ def frames_per_second(collector: Any, update: Callable[[], Any] | None, frames: 
 
 
 def spread(values: list[float]) -> str:
-    """Median, least and greatest."""
+    """Formats the median, the minimum and the maximum."""
     return f"{statistics.median(values):.0f} ({min(values):.0f}-{max(values):.0f})"
 
 
 def main() -> None:
-    """Has the collectors take turns, and writes a table."""
+    """Lets the collectors take turns, and writes a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

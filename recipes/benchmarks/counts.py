@@ -1,11 +1,11 @@
-"""How many operations a sample dispatches, and how often the host waits for a device.
+"""Counts the operations that a sample dispatches, and how often the host waits for a device.
 
     python recipes/benchmarks/counts.py
 
 Counts have no noise and need no GPU. Operations are those of one sample on the CPU, without views,
-which compute nothing. Reads are numbers or shapes for which the host waits: they are counted on the
-pretended device of the tests, and not at all where there is a real one. It prints two tables, of
-single calls and of a frame of a recipe with one update, and writes a CSV of each.
+which compute nothing. Reads are numbers or shapes that the host waits for. They are counted on the
+tests' pretended device, and not counted if there is a real one. Prints two tables, of single calls
+and of a recipe's frame with one update, and writes a CSV of each.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TITLES = {
     "item": "numbers read",
     "sent": "copies to the device, not waited for",
 }
-# A few frames of a recipe, one update each, with no evaluation or checkpoint among them.
+# A few frames of a recipe, with one update each and no evaluation or checkpoint between.
 FRAMES = [
     "env=InvertedPendulum",
     "total_frames=44",
@@ -65,7 +65,7 @@ FRAMES = [
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations that are dispatched within, views apart."""
+    """Counts the operations that are dispatched in the block, except views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,24 +80,24 @@ class Operations(TorchDispatchMode):
 
 
 def fill(kind: str, search: str | None, device: str) -> TensorDictReplayBuffer:
-    """A buffer with room for more, whose neighbour lists are made."""
+    """Returns a buffer with free space, whose neighbor lists are built."""
     options = {} if search is None else {"search": search}
     buffer = make_replay_buffer(kind, capacity=2 * ROWS, batch_size=BATCH, device=device, **options)
     buffer.extend(rows(ROWS).to(device))
     if search is not None:
-        for _ in range(2):  # the second time, that no list is missing shows
+        for _ in range(2):  # the second pass finds that no list is missing
             buffer.sampler.neighbors(buffer.storage, torch.arange(ROWS, device=device))
     buffer.sample()
     return buffer
 
 
 def rows(n: int) -> Any:
-    """Transitions of HalfCheetah's shapes, with the entries that the recipes store."""
+    """Returns transitions with HalfCheetah's shapes and the entries that the recipes store."""
     return make_rows(n, 17, 6).exclude(("next", "truncated"), ("next", "done"))
 
 
 def count_operations(kind: str, search: str | None) -> int:
-    """Operations of one sample."""
+    """Returns the number of operations of one sample."""
     buffer = fill(kind, search, "cpu")
     with Operations() as operations:
         buffer.sample()
@@ -105,7 +105,7 @@ def count_operations(kind: str, search: str | None) -> int:
 
 
 def count_reads(kind: str, search: str | None, waits: Waits) -> dict[str, int]:
-    """Reads of each call; `store` is what the recipes do with a new row."""
+    """Returns the number of reads of each call; `store` is how the recipes add a row."""
     buffer, reads = fill(kind, search, "cuda:0"), {}
 
     some = rows(10).to("cuda:0")
@@ -125,9 +125,9 @@ def count_reads(kind: str, search: str | None, waits: Waits) -> dict[str, int]:
 
 @contextlib.contextmanager
 def watch_frames(waits: Waits) -> Iterator[list[dict[str, int]]]:
-    """Gives the waits of each frame of a run within, evaluations and checkpoints apart.
+    """Yields the waits of each frame of a run in the block, without evaluations and checkpoints.
 
-    `"sent"` is the number of copies to the device that wait for nothing.
+    `"sent"` is the number of copies to the device that do not wait.
     """
     frames: list[dict[str, int]] = []
     step, count = collect.FrameCollector.step, runs.Run.count
@@ -148,7 +148,7 @@ def watch_frames(waits: Waits) -> Iterator[list[dict[str, int]]]:
 
 
 def count_frame(method: str, search: str | None, waits: Waits) -> dict[str, int]:
-    """Waits of a frame of TD3 with one update, the last of a few."""
+    """Returns the waits of a TD3 frame with one update, the last of a few."""
     import td3
     from hydra import compose, initialize_config_dir
 
@@ -164,7 +164,7 @@ def count_frame(method: str, search: str | None, waits: Waits) -> dict[str, int]
 
 
 def main() -> None:
-    """Counts, prints and writes."""
+    """Counts, prints and writes the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     args = parser.parse_args()

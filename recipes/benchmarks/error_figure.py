@@ -1,4 +1,4 @@
-"""The table and the picture of recipes/on_manifold.py."""
+"""Writes the table and the figure of recipes/on_manifold.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MARKERS = "osD^vP*X<>"
 
 
 def summarize(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each size and method: means over the repeats, with their standard errors."""
+    """Returns a row per size and method: means over the repeats, with their standard errors."""
     groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for result in results:
         groups.setdefault((result["size"], result["method"]), []).append(result)
@@ -39,7 +39,7 @@ def _standard_error(values: list[float]) -> float:
 
 
 def write_summary(rows: list[dict[str, Any]], path: Path) -> None:
-    """A line for each method, a column for each size, as Markdown."""
+    """Writes a Markdown table with a line per method and a column per size."""
     sizes = sorted({row["size"] for row in rows})
     cells = {(row["method"], row["size"]): row for row in rows}
     methods = dict.fromkeys(row["method"] for row in rows)
@@ -53,15 +53,15 @@ def write_summary(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def _cell(row: dict[str, Any], part: str) -> str:
-    """Mean, and two standard errors where they are known."""
+    """Formats the mean, and two standard errors if known."""
     mean, spread = row[part], 2 * row.get(f"{part} se", float("nan"))
     return f"{mean:.3g}" if spread != spread else f"{mean:.3g} ± {spread:.1g}"
 
 
 def draw_figure(rows: list[dict[str, Any]], path: Path, title: str, *, floor: str) -> None:
-    """Error against buffer size, a line for each method, on logarithmic axes.
+    """Draws the error by buffer size, a line per method, on logarithmic axes.
 
-    The floor is orders of magnitude lower, and has a strip of its own below.
+    The floor is orders of magnitude lower, and has its own strip below.
     """
     import matplotlib
 

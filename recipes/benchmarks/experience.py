@@ -1,4 +1,4 @@
-"""Rows of a real training run, with the state of the simulator beside them."""
+"""Collects rows of a real training run, together with the simulator's state."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _NOISE = 0.1
 
 
 def collect(cfg: DictConfig) -> TensorDict:
-    """Rows `[total_frames]` that TD3 stores while it learns, in order.
+    """Returns the rows `[total_frames]` that TD3 stores while it learns, in order.
 
-    They are kept in a file of `cfg.cache`, which is also where a killed run goes on.
+    They are kept in a file in `cfg.cache`, from which a killed run also continues.
     """
     torch.manual_seed(seeds(cfg.seed)["networks"])
     run = TrainingRun(cfg)
@@ -53,7 +53,7 @@ def collect(cfg: DictConfig) -> TensorDict:
 
 
 class TrainingRun:
-    """Plain TD3 in the middle of its training; it goes on number for number once restored."""
+    """Plain TD3 during its training; a restored run continues with identical numbers."""
 
     def __init__(self, cfg: DictConfig) -> None:
         self.cfg = cfg
@@ -63,12 +63,12 @@ class TrainingRun:
         self.agent = TD3(observations, actions, tuple(cfg.hidden))
         self.frame = 0
         self.episode_return = 0.0
-        self.returns: list[float] = []  # of the episodes that have ended
+        self.returns: list[float] = []  # of the finished episodes
         self.rows = _make_rows(cfg.total_frames, observations, actions, _joints(self.env))
         self._columns = {key: entry.numpy() for key, entry in self.rows.items(True, True)}
 
     def step(self) -> None:
-        """One frame, and the gradient steps that are due."""
+        """Acts for one frame and takes the gradient steps that are due."""
         cfg, agent = self.cfg, self.agent
         before = _joints(self.env)
         if self.frame < cfg.random_frames:
@@ -76,7 +76,7 @@ class TrainingRun:
         else:
             action = agent.act(self.observation, noise=_NOISE)
         after, reward, terminated, truncated, _ = self.env.step(action)
-        ends = terminated and not truncated  # a time limit is no termination
+        ends = terminated and not truncated  # a time limit is not a termination
         following = {"observation": after, "reward": reward, "terminated": ends}
         row = {"observation": self.observation, "action": action, **before}
         row |= {("next", key): value for key, value in (following | _joints(self.env)).items()}
@@ -94,7 +94,7 @@ class TrainingRun:
             agent.update(self.rows[torch.randint(self.frame, (_BATCH,))])
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, for `torch.load(..., weights_only=True)`."""
+        """Returns the whole state, for `torch.load(..., weights_only=True)`."""
         return {
             "agent": {name: part.state_dict() for name, part in _parts(self.agent).items()},
             "updates": self.agent.updates,
@@ -108,7 +108,7 @@ class TrainingRun:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Restores a saved state."""
         for name, part in _parts(self.agent).items():
             part.load_state_dict(state["agent"][name])
         self.agent.updates = state["updates"]
@@ -126,7 +126,7 @@ def _parts(agent: TD3) -> dict[str, Any]:
 
 
 def _joints(env: gymnasium.Env) -> dict[str, np.ndarray]:
-    """Positions and velocities of the joints of a MuJoCo task; nothing of other tasks."""
+    """Returns the joints' positions and velocities in a MuJoCo task; empty for other tasks."""
     data = getattr(env.unwrapped, "data", None)
     return {} if data is None else {"qpos": data.qpos.copy(), "qvel": data.qvel.copy()}
 

@@ -1,12 +1,12 @@
-"""What NMER costs on your GPU, beside uniform replay: sampling, writing, updates, whole frames.
+"""Measures NMER's cost on your GPU beside uniform replay: sampling, writing, updates, frames.
 
     python recipes/benchmarks/gpu.py                                   # ten minutes on cuda:0
     python recipes/benchmarks/gpu.py --device cpu --sizes 10000 --minutes 3
 
-It prints a table, and writes gpu.csv and gpu.png to `--out`. The neighbour lists of the graph are
-made by a short cut, since its rows are drawn in clusters; sampling and writing are those of a real
-buffer. A frame is the policy's action, its copy to the host, one row written, one draw for all
-gradient steps, and those steps; there is no simulator in it.
+It prints a table, and writes gpu.csv and gpu.png to `--out`. The graph's neighbor lists are built
+by a shortcut, since the rows are drawn in clusters; sampling and writing work as in a real buffer.
+A frame is the policy's action, its copy to the host, one row written, one sample for all gradient
+steps, and those steps. It includes no simulator.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from nmer_torchrl.tracking.standardize import RunningStandardizer
 
 METHODS = ("uniform", "nmer, keops", "nmer, torch", "nmer, graph")
 BATCH = 256
-BLOCKS = (1, 20)  # gradient steps of a frame
+BLOCKS = (1, 20)  # gradient steps per frame
 _ORDER = {"sample": 0, "write": 1, "frame": 2}
-_SECONDS = 0.5  # that one measurement takes, about
-_MOST = 200  # calls
+_SECONDS = 0.5  # approximate duration of one measurement
+_MOST = 200  # calls at most
 
 
 class Measurement(NamedTuple):
@@ -62,7 +62,7 @@ class Measurement(NamedTuple):
 
 
 class Agent:
-    """SAC's policy and update for a task of these widths."""
+    """SAC's policy and update for a task with these widths."""
 
     def __init__(self, args: argparse.Namespace, observations: int, actions: int) -> None:
         register_resolvers()
@@ -81,12 +81,12 @@ class Agent:
         return self.policy(TensorDict(observation=self.observation))["action"].cpu()
 
     def learn(self, block: Batch) -> None:
-        """Makes the gradient steps of a block."""
+        """Takes the gradient steps of a block."""
         self.update(block, 0)
 
 
 def seconds(call: Callable[[], Any], device: torch.device, *, warm_up: int = 2) -> float:
-    """Returns the mean time of a call, the device's work included."""
+    """Returns the mean time of a call, including the device's work."""
 
     def run(times: int) -> float:
         _wait(device)
@@ -126,7 +126,7 @@ def make_buffer(method: str, n: int, observations: int, actions: int, device: to
 def measure(
     buffer: TensorDictReplayBuffer, rows: TensorDict, agent: Agent
 ) -> Iterator[tuple[str, int, float]]:
-    """Yields what was measured, the number of batches, and seconds."""
+    """Yields the name of a measurement, the number of batches, and seconds."""
     device, count = agent.device, 0
 
     def write() -> None:
@@ -150,7 +150,7 @@ def measure(
 
 
 def run(args: argparse.Namespace) -> list[Measurement]:
-    """Measures until all is done or the time is up; small buffers come first."""
+    """Measures until everything is done or the time is up; small buffers come first."""
     device, cells = torch.device(args.device), []
     end = time.monotonic() + 60 * args.minutes
     agents = {}
@@ -202,7 +202,7 @@ def _version(package: str) -> str:
 
 
 def show(cells: list[Measurement], machine: dict[str, str]) -> str:
-    """Returns a table with a column for each method, ms."""
+    """Returns a table of milliseconds with a column per method."""
     updates = {(c.d, c.batches): c.ms for c in cells if c.what == "update"}
     found = {(c.what, c.d, c.rows, c.batches, c.method): c.ms for c in cells}
     keys = dict.fromkeys((c.what, c.d, c.rows, c.batches) for c in cells if c.what != "update")
@@ -220,7 +220,7 @@ def show(cells: list[Measurement], machine: dict[str, str]) -> str:
 
 
 def write_csv(cells: list[Measurement], machine: dict[str, str], path: Path) -> None:
-    """Writes a line for each measurement, with the machine beside it."""
+    """Writes a line per measurement, together with the machine's description."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*Measurement._fields, *machine])
@@ -228,7 +228,7 @@ def write_csv(cells: list[Measurement], machine: dict[str, str], path: Path) -> 
 
 
 def plot(cells: list[Measurement], machine: dict[str, str], path: Path) -> None:
-    """Draws times over the number of rows: what is measured down, widths across."""
+    """Plots times over the number of rows: a row per measurement, a column per width."""
     import matplotlib
 
     matplotlib.use("agg")

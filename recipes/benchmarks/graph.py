@@ -1,4 +1,4 @@
-"""What the neighbour graph costs, and how right it is, on streams of real training.
+"""Measures the neighbor graph's cost and accuracy on streams of real training.
 
     python recipes/benchmarks/graph.py feed --stream stream.npz     # a whole stream, one by one
     python recipes/benchmarks/graph.py train --stream stream.npz    # TD3 at replay ratio 20
@@ -40,7 +40,7 @@ K = 10
 
 
 def bench_feed(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A whole stream fed one by one, each row followed by a query, beside TD3 gradient steps."""
+    """Feeds a stream row by row, each with a query, and times TD3 gradient steps beside it."""
     points = torch.from_numpy(np.load(args.stream[0])["points"])
     d = points.shape[1]
     agents = {name: TD3(17, 6, fused=name == "fused") for name in ("default", "fused")}
@@ -85,7 +85,7 @@ def bench_feed(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def bench_train(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """TD3 on HalfCheetah-v5 at replay ratio 20 from a buffer preloaded to 100K rows."""
+    """Trains TD3 on HalfCheetah-v5 at replay ratio 20, from a buffer preloaded with 100K rows."""
     points = torch.from_numpy(np.load(args.stream[0])["points"])[: args.rows]
     rows = make_rows(len(points), 17, 6).exclude(("next", "truncated"), ("next", "done"))
     rows["observation"], rows["action"] = points[:, :17].clone(), points[:, 17:].clone()
@@ -97,7 +97,7 @@ def bench_train(args: argparse.Namespace) -> list[dict[str, Any]]:
         buffer = make_replay_buffer(kind, capacity=1_000_000, batch_size=100)
         buffer.extend(rows)
         agent = TD3(17, 6, hidden=(400, 300))
-        if kind == "nmer":  # lists are made when they are asked for: ask for all before the clock
+        if kind == "nmer":  # lists are built on request: request all before timing
             begin = time.perf_counter()
             for index in tqdm(torch.arange(len(rows)).split(256), desc="lists", mininterval=1):
                 buffer.sampler.neighbors(buffer.storage, index)
@@ -135,7 +135,7 @@ def bench_train(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def bench_recall(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """recall@10 all along real streams of 30K rows, in a growing table and in a ring of 10K."""
+    """Measures recall@10 along real streams of 30K rows, in a growing table and a ring of 10K."""
     results = []
     for path in args.stream:
         points = torch.from_numpy(np.load(path)["points"])[:30_000]
@@ -169,7 +169,7 @@ def bench_recall(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def bench_save(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Saving the lists with the buffer and taking them up again, beside making them anew."""
+    """Times saving and loading the lists with the buffer, beside rebuilding them."""
     points = torch.from_numpy(np.load(args.stream[0])["points"])[: args.rows]
     stats, n = RunningStandardizer(points.shape[1]), len(points)
     stats.update(points)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing, data, tables."""
+"""Provides what the benchmarks share: timing, data and tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def median_seconds(call: Callable[[], Any], *, repeat: int, warm_up: int = 2) -> float:
-    """Median time of a call."""
+    """Returns the median time of a call."""
     for _ in range(warm_up):
         call()
     times = []
@@ -29,7 +29,7 @@ def median_seconds(call: Callable[[], Any], *, repeat: int, warm_up: int = 2) ->
 def side_by_side(
     calls: dict[str, Callable[[], Any]], *, rounds: int, repeat: int
 ) -> dict[str, float]:
-    """Median times of several calls, taken in turns so that a noisy moment hits all alike."""
+    """Returns the median times of calls, taken in turns so that noise affects all alike."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -38,7 +38,7 @@ def side_by_side(
 
 
 def make_rows(n: int, observations: int, actions: int) -> TensorDict:
-    """Transitions with the entries that a MuJoCo task stores."""
+    """Returns transitions with the entries that a MuJoCo task stores."""
     flags = torch.zeros(n, 1, dtype=torch.bool)
     following = TensorDict(
         observation=torch.randn(n, observations),
@@ -57,10 +57,10 @@ def make_rows(n: int, observations: int, actions: int) -> TensorDict:
 
 
 def make_clusters(n: int, d: int, size: int = 64) -> Tensor:
-    """Points `[n, d]` in tight clusters of that size: neighbours are known to be in the cluster.
+    """Returns points `[n, d]` in tight clusters, which contain each point's neighbors.
 
-    Each point has a spread of its own, so that the distances within a cluster differ as real ones
-    do; were they alike, brute force could not tell them apart in float32.
+    Each point has its own spread, so that distances within a cluster differ as real ones do. If
+    they were alike, brute force could not tell them apart in float32.
     """
     centers = 3 * torch.randn(-(-n // size), d)
     count = len(centers) * size
@@ -69,7 +69,7 @@ def make_clusters(n: int, d: int, size: int = 64) -> Tensor:
 
 
 def recall(points: Tensor, index: Tensor, neighbors: Tensor, scale: Tensor) -> float:
-    """Share of neighbours that are as near as the k-th by brute force in float64."""
+    """Returns the share of neighbors as near as the k-th found by brute force in float64."""
     scaled = points.double() * scale
     limits = []
     for rows in index.split(64):
@@ -81,7 +81,7 @@ def recall(points: Tensor, index: Tensor, neighbors: Tensor, scale: Tensor) -> f
 
 
 def write_table(rows: list[dict[str, Any]], path: Path) -> None:
-    """Prints the rows as a table in Markdown and writes them as CSV."""
+    """Prints the rows as a Markdown table and writes them as CSV."""
     path.parent.mkdir(parents=True, exist_ok=True)
     names = list(rows[0])
     with path.open("w", newline="") as file:
@@ -93,7 +93,7 @@ def write_table(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def to_markdown(names: list[str], rows: Iterable[list[Any]]) -> str:
-    """A table in Markdown."""
+    """Formats a Markdown table."""
     lines = [names, ["---"] * len(names), *([_show(cell) for cell in row] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

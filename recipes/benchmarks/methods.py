@@ -1,12 +1,12 @@
-"""What a sample costs by every replay method, and a step by every metric.
+"""Measures the cost of a sample with every replay method, and of a step with every metric.
 
     python recipes/benchmarks/methods.py          # beside uniform sampling
     python recipes/benchmarks/methods.py metrics  # beside the Euclidean metric
     python recipes/benchmarks/methods.py checks   # beside samples without checks
 
-Rows of the methods have the shapes of HalfCheetah and follow one another in episodes of 1,000. A
-step of the metrics is one row written into a full ring, and a sample. Every neighbour list is made
-before the clock starts. Each prints a table and writes a CSV.
+The methods' rows have HalfCheetah's shapes and follow each other in episodes of 1,000. A step of
+the metrics is one row written into a full ring, and a sample. Every neighbor list is built before
+the clock starts. Each prints a table and writes a CSV.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ METRICS = ("euclidean", "mahalanobis")
 
 
 def fill(kind: str, rows: int) -> TensorDictReplayBuffer:
-    """A buffer of that kind, full, ready to be sampled."""
+    """Returns a full buffer of that kind, ready to be sampled."""
     torch.manual_seed(0)
     buffer = make_replay_buffer(kind, capacity=rows, batch_size=BATCH)
     data = make_rows(rows, 17, 6)
@@ -46,20 +46,20 @@ def fill(kind: str, rows: int) -> TensorDictReplayBuffer:
     buffer.extend(data)
     if hasattr(buffer.sampler, "neighbors"):
         make_lists(buffer, kind)
-    loop.finish_episode(buffer, 0.0)  # from then on ERO chooses rows
+    loop.finish_episode(buffer, 0.0)  # from now on, ERO chooses rows
     buffer.sample()
     return buffer
 
 
 def make_lists(buffer: TensorDictReplayBuffer, name: str) -> None:
-    """Has the search make the list of every row."""
+    """Builds the neighbor list of every row."""
     index = torch.arange(len(buffer)).split(BATCH)
     for some in tqdm(index, desc=name, leave=False, mininterval=1):
         buffer.sampler.neighbors(buffer.storage, some)
 
 
 def bench_methods(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time of a sample by every kind."""
+    """Times a sample with every kind."""
     buffers = {kind: fill(kind, args.rows) for kind in METHODS}
     calls = {kind: buffer.sample for kind, buffer in buffers.items()}
     times = side_by_side(calls, rounds=args.rounds, repeat=100)
@@ -75,7 +75,7 @@ def bench_methods(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def bench_metrics(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time of a step by metrics that the default search serves."""
+    """Times a step with the metrics that the default search supports."""
     results = []
     for task, (observations, actions, rows) in TASKS.items():
         torch.manual_seed(0)
@@ -92,7 +92,7 @@ def bench_metrics(args: argparse.Namespace) -> list[dict[str, Any]]:
                 buffer.sample()
 
             calls[metric] = step
-        times = side_by_side(calls, rounds=args.rounds, repeat=130)  # a block of arrivals, at least
+        times = side_by_side(calls, rounds=args.rounds, repeat=130)  # at least one arriving block
         row: dict[str, Any] = {"task": task, "d": observations + actions, "rows": rows}
         row |= {f"{name} us": 1e6 * seconds for name, seconds in times.items()}
         results.append(row | {"ratio": times["mahalanobis"] / times["euclidean"]})
@@ -100,14 +100,14 @@ def bench_metrics(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 class Unguarded(Guard):
-    """Checks nothing."""
+    """A guard that checks nothing."""
 
     def check(self, *parts: Any) -> None:
-        """Returns at once."""
+        """Does nothing."""
 
 
 def bench_checks(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time of a sample with the check of the buffer's composition and without, in short turns."""
+    """Times a sample with and without the check of the buffer's composition, in short turns."""
     buffers = {"with": fill("nmer", args.rows), "without": fill("nmer", args.rows)}
     buffers["without"].sampler._guard = Unguarded()
     times: dict[str, list[float]] = {name: [] for name in buffers}
@@ -133,7 +133,7 @@ MEASURES = {"methods": bench_methods, "metrics": bench_metrics, "checks": bench_
 
 
 def main() -> None:
-    """Times all in turns."""
+    """Runs one of the measurements."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

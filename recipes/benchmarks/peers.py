@@ -2,7 +2,7 @@
 
     python recipes/benchmarks/peers.py sbx TD3 --ratio 20 --frames 75 --first 10
 
-It imports nothing of this project, so that the other library may have an environment of its own.
+It imports nothing from this project, so that the other library can have its own environment.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import os
 import time
 from typing import Any
 
-# JAX would use every core for a product.
+# JAX would use every core for a matrix product.
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
 
 def time_peer(
     package: str, name: str, *, ratio: int, frames: int, first: int, batch: int, hidden: list[int]
 ) -> float:
-    """Returns the seconds for each update of an agent on HalfCheetah-v5.
+    """Returns the seconds per update of an agent on HalfCheetah-v5.
 
     Args:
         package: The library, `stable_baselines3` or `sbx`.
-        name: The agent's class in it.
+        name: The agent's class in the library.
         ratio: Number of updates after each frame.
-        frames: Number of frames that are timed, after as many that are not.
-        first: Number of frames with updates before those that are timed.
+        frames: Number of timed frames, after as many untimed ones.
+        first: Number of frames with updates before the timed ones.
         batch: Batch size.
         hidden: Units of the layers of all networks.
     """

@@ -1,8 +1,8 @@
-"""The recipes' agents in plain PyTorch: what the benchmarks compare with.
+"""Implements the recipes' agents in plain PyTorch, for the benchmarks to compare with.
 
-Batches are anything that holds `"observation"`, `"action"`, `("next", "observation")`,
-`("next", "reward")` and `("next", "terminated")`, the last two `[B, 1]`, and for SUNRISE also
-`"mask"` `[B, members]`. Actions are in [-1, 1]. All learn by Adam with a rate of 0.001.
+Batches hold `"observation"`, `"action"`, `("next", "observation")`, `("next", "reward")` and
+`("next", "terminated")`, the last two `[B, 1]`, and for SUNRISE also `"mask"` `[B, members]`.
+Actions are in [-1, 1]. All agents learn with Adam at a learning rate of 0.001.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def mlp(
     dropout: float = 0.0,
     layer_norm: bool = False,
 ) -> nn.Sequential:
-    """Makes linear layers with ReLU between them, and with what a critic of DroQ has."""
+    """Builds linear layers with ReLU, and optionally DroQ's dropout and layer normalization."""
     layers: list[nn.Module] = []
     for width, following in pairwise([inputs, *hidden]):
         layers.append(nn.Linear(width, following))
@@ -41,7 +41,7 @@ def mlp(
 
 
 def normalized_mlp(inputs: int, outputs: int, hidden: tuple[int, ...]) -> nn.Sequential:
-    """Makes linear layers with batch normalization of the inputs and after each ReLU."""
+    """Builds linear layers with batch normalization of the inputs and after each ReLU."""
     norm = partial(nn.BatchNorm1d, momentum=0.01, eps=1e-3)
     layers: list[nn.Module] = [norm(inputs)]
     for width, following in pairwise([inputs, *hidden]):
@@ -50,12 +50,15 @@ def normalized_mlp(inputs: int, outputs: int, hidden: tuple[int, ...]) -> nn.Seq
 
 
 def adam(parameters: Any, *, beta: float = 0.9, fused: bool = True) -> torch.optim.Adam:
-    """Makes an optimizer; fused it is faster by a sixth, but not PyTorch's default on the CPU."""
+    """Builds an optimizer.
+
+    Fused Adam is faster by a sixth, but is not PyTorch's default on the CPU.
+    """
     return torch.optim.Adam(parameters, lr=1e-3, betas=(beta, 0.999), fused=fused)
 
 
 def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    """Makes a gradient step; networks of other optimizers get no gradient."""
+    """Takes a gradient step; networks of other optimizers get no gradient."""
     optimizer.zero_grad()
     loss.backward(inputs=optimizer.param_groups[0]["params"])
     optimizer.step()
@@ -63,24 +66,24 @@ def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 @torch.no_grad()
 def follow(targets: nn.Module, networks: Iterable[nn.Module]) -> None:
-    """Moves target networks towards those that learn."""
+    """Moves target networks toward the trained ones."""
     online = [parameter for network in networks for parameter in network.parameters()]
     torch._foreach_lerp_(list(targets.parameters()), online, 0.005)
 
 
 def values(critics: Iterable[nn.Module], state: Tensor, action: Tensor) -> Tensor:
-    """Returns the values `[n, B, 1]` of actions by n critics."""
+    """Returns the values `[n, B, 1]` of actions, estimated by n critics."""
     inputs = torch.cat([state, action], -1)
     return torch.stack([critic(inputs) for critic in critics])
 
 
 def bootstrap(batch: Any, value: Tensor) -> Tensor:
-    """Returns what critics learn `[B, 1]`, from the value of the next state."""
+    """Returns the critics' targets `[B, 1]`, from the value of the next state."""
     return batch["next", "reward"] + 0.99 * ~batch["next", "terminated"] * value
 
 
 class TD3:
-    """Twin delayed DDPG; targets follow at every step of the actor."""
+    """Twin delayed DDPG; the targets move at every actor step."""
 
     def __init__(
         self,
@@ -109,7 +112,7 @@ class TD3:
         return (action + noise * torch.randn_like(action)).clamp(-1, 1).numpy()
 
     def update(self, batch: Any) -> None:
-        """Makes a gradient step."""
+        """Takes a gradient step."""
         self.updates += 1
         target_actor, target_critics = self.targets
         state, after = batch["observation"], batch["next", "observation"]
@@ -127,7 +130,7 @@ class TD3:
             follow(self.targets, [self.actor, self.critics])
 
 
-# DDPG is TD3 without what TD3 adds to it.
+# DDPG is TD3 without TD3's additions.
 DDPG = partial(TD3, num_critics=1, policy_delay=1, target_noise=0.0)
 
 
@@ -147,11 +150,11 @@ class SoftActor:
     def sample(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """Returns random actions `[B, a]` and their log-probabilities `[B, 1]`."""
         loc, raw_scale = self.network(state).chunk(2, -1)
-        scale = softplus(raw_scale + math.log(math.expm1(0.99))) + 0.01  # 1 where raw_scale is 0
+        scale = softplus(raw_scale + math.log(math.expm1(0.99))) + 0.01  # 1 if raw_scale is 0
         noise = torch.randn_like(loc)
         raw = loc + scale * noise
         normal = -noise.square() / 2 - scale.log() - math.log(2 * math.pi) / 2
-        squashed = 2 * (math.log(2) - raw - softplus(-2 * raw))  # log of the slope of tanh
+        squashed = 2 * (math.log(2) - raw - softplus(-2 * raw))  # log of the derivative of tanh
         return raw.tanh(), (normal - squashed).sum(-1, keepdim=True)
 
     @torch.no_grad()
@@ -165,7 +168,7 @@ class SoftActor:
         value: Callable[[Tensor, Tensor], Tensor],
         mean: Callable[[Tensor], Tensor] = torch.mean,
     ) -> None:
-        """Makes a gradient step towards actions of high value and towards the wanted entropy."""
+        """Takes a gradient step toward actions of high value and toward the target entropy."""
         action, log_prob = self.sample(state)
         loss = mean(self.alpha * log_prob - value(state, action))
         excess = mean(log_prob.detach() + self.target_entropy)
@@ -173,16 +176,16 @@ class SoftActor:
 
 
 class SAC:
-    """Soft actor-critic, of which REDQ and DroQ are variants.
+    """Soft actor-critic, with REDQ and DroQ as variants.
 
     Args:
-        observations: Entries of an observation.
-        actions: Dimensions of an action.
+        observations: Number of observation entries.
+        actions: Number of action dimensions.
         hidden: Units of the layers of all networks.
-        num_critics: Two of them, drawn at each step, give the targets.
-        policy_delay: Critic steps for each step of the actor.
-        reduce: What the actor maximizes of the critics' values.
-        dropout: Share of units of the critics that are left out.
+        num_critics: Number of critics; two of them, drawn at each step, compute the targets.
+        policy_delay: Critic steps per actor step.
+        reduce: Reduces the critics' values to what the actor maximizes.
+        dropout: Dropout probability of the critics.
         layer_norm: Whether critics have layer normalization.
     """
 
@@ -212,7 +215,7 @@ class SAC:
         return self.actor.act(observation)
 
     def update(self, batch: Any) -> None:
-        """Makes a gradient step."""
+        """Takes a gradient step."""
         after = batch["next", "observation"]
         with torch.no_grad():
             action, log_prob = self.actor.sample(after)
@@ -227,7 +230,7 @@ class SAC:
         trust: Tensor | float = 1.0,
         mean: Callable[[Tensor], Tensor] = torch.mean,
     ) -> None:
-        """Makes a step towards goals `[B, 1]`, each of which counts as much as its trust says."""
+        """Takes a gradient step toward goals `[B, 1]`, each weighted by `trust`."""
         self.updates += 1
         errors = values(self.critics, batch["observation"], batch["action"]) - goal
         descend(self.critic_optimizer, mean(trust * errors.square().sum(0)))
@@ -246,7 +249,7 @@ DroQ = partial(SAC, policy_delay=20, reduce=torch.mean, dropout=0.01, layer_norm
 class CrossQ:
     """SAC without targets, with batch normalization.
 
-    CrossQ has batch renormalization, which is the same for its first 100,000 batches.
+    CrossQ itself uses batch renormalization, which is the same for its first 100,000 batches.
     """
 
     def __init__(
@@ -265,7 +268,7 @@ class CrossQ:
         return self.actor.act(observation)
 
     def update(self, batch: Any) -> None:
-        """Makes a gradient step; rows and what follows them are normalized as one batch."""
+        """Takes a gradient step; normalizes current and next rows as one batch."""
         self.updates += 1
         state, after = batch["observation"], batch["next", "observation"]
         with torch.no_grad():
@@ -283,7 +286,7 @@ class CrossQ:
 
 
 class SUNRISE:
-    """An ensemble of SAC agents that weigh targets by how much their critics agree on them."""
+    """An ensemble of SAC agents that weight targets by the agreement of their critics."""
 
     def __init__(
         self,
@@ -297,7 +300,7 @@ class SUNRISE:
 
     @torch.no_grad()
     def act(self, observation: np.ndarray) -> np.ndarray:
-        """Returns the member's action with the highest upper confidence bound."""
+        """Returns the members' action with the highest upper confidence bound."""
         state = torch.as_tensor(observation, dtype=torch.float32)[None]
         actions = torch.cat([member.actor.sample(state)[0] for member in self.members])
         critics = [critic for member in self.members for critic in member.critics]
@@ -306,7 +309,7 @@ class SUNRISE:
         return actions[bound.argmax()].numpy()
 
     def update(self, batch: Any) -> None:
-        """Makes a gradient step of each member, on the rows of its mask."""
+        """Takes a gradient step of each member, on the rows of its mask."""
         after, goals = batch["next", "observation"], []
         targets = [critic for member in self.members for critic in member.targets]
         with torch.no_grad():
@@ -322,4 +325,4 @@ class SUNRISE:
 
 
 def _masked_mean(mask: Tensor, rows: Tensor) -> Tensor:
-    return (rows * mask).sum() / (mask.sum() + 1)  # the 1 is that of the authors' code
+    return (rows * mask).sum() / (mask.sum() + 1)  # the authors' code adds 1 too

@@ -1,11 +1,11 @@
-"""What NMER costs: sampling, upkeep of the neighbour graph, and the searches side by side.
+"""Measures NMER's cost: sampling, upkeep of the neighbor graph, and the searches side by side.
 
     python recipes/benchmarks/search.py sample   # rb.sample() with the graph beside uniform
     python recipes/benchmarks/search.py upkeep   # a block of arrivals beside a matrix product
     python recipes/benchmarks/search.py query    # one batch of neighbours by every search
 
-Each prints a table, writes a CSV to `--out` and draws a plot. The rows are made for the purpose;
-`graph.py` measures the graph on real streams.
+Each prints a table, writes a CSV to `--out` and draws a plot. The rows are synthetic; `graph.py`
+measures the graph on real streams.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ TASKS = {"HalfCheetah": (17, 6), "Ant": (105, 8), "Humanoid": (348, 17)}
 K = 10
 BATCH = 256
 CLUSTER = 64
-_MANY = 2e8  # numbers in a table of which not more copies than needed fit into 24 GB
+_MANY = 2e8  # numbers in a table above which no spare copy fits into 24 GB
 
 
 def clustered_graph(points: Tensor, scale: Tensor, n: int) -> NeighborGraph:
-    """A graph of the first n points, all lists made: in clusters they cost next to nothing.
+    """Returns a graph of the first n points with all lists built, which is cheap in clusters.
 
-    Only the way in which the lists come about is a short cut; they are those that the graph would
-    make itself, which takes hours for a million rows of Humanoid.
+    Only the way the lists are built is a shortcut. They are the lists that the graph would build
+    itself, which takes hours for a million rows of Humanoid.
     """
     graph = NeighborGraph(K)
     graph.write(torch.arange(n, device=points.device), points[:n])
-    graph.query(torch.arange(1, device=points.device), K, scale)  # takes all points into the graph
+    graph.query(torch.arange(1, device=points.device), K, scale)  # adds all points to the graph
     c = graph.candidates
     for start in tqdm(range(0, n, CLUSTER * 64), desc="lists", leave=False, mininterval=1):
         end = min(start + CLUSTER * 64, n) // CLUSTER * CLUSTER
@@ -68,28 +68,28 @@ def clustered_graph(points: Tensor, scale: Tensor, n: int) -> NeighborGraph:
 
 
 class TablePairs(RandomSampler):
-    """Pairs by a table `[n, k]` of neighbours that never changes: a sampler with nothing to do."""
+    """A sampler that pairs rows from a fixed table `[n, k]` of neighbors, without a search."""
 
     def __init__(self, table: Tensor) -> None:
         super().__init__()
         self.table = table
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """Uniform anchors and one of their neighbours."""
+        """Returns uniform anchors, each with one of its neighbors."""
         anchor, info = super().sample(storage, batch_size)
         column = torch.randint(self.table.shape[1], (batch_size,))
         return torch.stack([anchor, self.table[anchor, column]], -1), info
 
 
 class BareFold(Transform):
-    """Mixes pairs as one would in a first script: no check, and no rule but that of terminals."""
+    """Mixes pairs in a minimal way: no checks, and no rule except for terminal rows."""
 
     def __init__(self) -> None:
         super().__init__(in_keys=[], out_keys=[])
         self.beta = torch.distributions.Beta(0.75, 0.75, validate_args=False)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """`[B, 2]` to `[B]`."""
+        """Folds `[B, 2]` to `[B]`."""
         anchor, partner = tensordict.unbind(-1)
         ends = anchor["next", "terminated"] | partner["next", "terminated"]
         weight = self.beta.sample(ends.shape).masked_fill_(ends, 1.0)
@@ -99,9 +99,10 @@ class BareFold(Transform):
 
 
 def bench_sample(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time of `rb.sample()`: uniform, and NMER with every list made and none or 31 waiting.
+    """Times `rb.sample()`: uniform, and NMER with every list built and 0 or 31 rows waiting.
 
-    Beside them pairs by a ready table and a plain fold, `bare`: what TorchRL takes at the least.
+    For comparison, `bare` pairs rows from a fixed table and folds them plainly: the least time that
+    TorchRL takes.
     """
     results = []
     for task, (observations, actions) in TASKS.items():
@@ -161,7 +162,7 @@ def bench_sample(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def bench_upkeep(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time to take a block of 128 arrivals into the graph, beside the product of those shapes."""
+    """Times inserting 128 arrivals into the graph, beside a matrix product of those shapes."""
     results = []
     for task, (observations, actions) in TASKS.items():
         d, n, block, blocks = observations + actions, args.rows, 128, 12
@@ -199,7 +200,7 @@ def bench_upkeep(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 class HNSW:
-    """An approximate index that users would think of; it goes stale when the scale moves."""
+    """A common approximate index; it becomes stale when the scale moves."""
 
     def __init__(self, points: Tensor, scale: Tensor) -> None:
         import faiss
@@ -209,14 +210,14 @@ class HNSW:
         self.index.add(self.points)
 
     def query(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
-        """The k nearest, itself dropped by position."""
+        """Returns the k nearest, without the row itself."""
         found = torch.from_numpy(self.index.search(self.points[index.numpy()], k + 1)[1])
         order = (found == index.unsqueeze(1)).int().argsort(dim=1, stable=True)
         return found.gather(1, order)[:, :k]
 
 
 def bench_query(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time of one batch of 256 x 10 neighbours by every search, and its recall."""
+    """Times one batch of 256 x 10 neighbors with every search, and measures its recall."""
     results = []
     for task, (observations, actions) in TASKS.items():
         d = observations + actions
@@ -231,7 +232,7 @@ def bench_query(args: argparse.Namespace) -> list[dict[str, Any]]:
             for name, make in makers.items():
                 searches[name] = make()
                 searches[name].write(torch.arange(n), points)
-            if n * d <= 5e6:  # beyond, building the index alone takes many minutes
+            if n * d <= 5e6:  # above, building the index alone takes many minutes
                 searches["hnsw"] = HNSW(points, scale)
             row: dict[str, Any] = {"task": task, "d": d, "rows": n}
             for name in ("graph", "torch", "keops", "faiss", "hnsw"):
@@ -251,7 +252,7 @@ def bench_query(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def plot(name: str, results: list[dict[str, Any]], path: Path) -> None:
-    """The results as a picture."""
+    """Plots the results."""
     import matplotlib
 
     matplotlib.use("agg")

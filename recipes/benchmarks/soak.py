@@ -1,10 +1,10 @@
-"""Whether memory and time stay flat, and how much memory a million rows take.
+"""Measures whether memory and time stay flat, and how much memory a million rows take.
 
     python recipes/benchmarks/soak.py ring --minutes 60  # write and sample in a full ring
     python recipes/benchmarks/soak.py million            # fill a large buffer and sample from it
 
-Each prints a table and writes a CSV to `--out`; `ring` also writes a line for each sixtieth of the
-time and draws a plot. Memory is what Linux tells of the process, so this runs on Linux alone.
+Each prints a table and writes a CSV to `--out`; `ring` also writes a line per sixtieth of the time
+and draws a plot. Memory is what Linux reports for the process, so this runs only on Linux.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from nmer_torchrl import make_replay_buffer
 
 OBSERVATIONS, ACTIONS = 17, 6  # HalfCheetah
 BATCH = 256
-_PARTS = 60  # into which the time is divided
-_WARM_UP = 6  # of them, after which growth is counted
+_PARTS = 60  # number of parts that the time is divided into
+_WARM_UP = 6  # parts after which growth is measured
 
 
 def resident() -> int:
-    """Bytes of memory that the process holds now."""
+    """Returns the bytes of memory that the process holds now."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS"))
 
 
 def peak() -> int:
-    """Bytes of memory that the process has held at most."""
+    """Returns the most bytes of memory that the process has held."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def stream(step: int = 1) -> Iterator[TensorDict]:
-    """Rows `[step]` without end, whose mean and spread wander, so that the statistics move."""
+    """Yields rows `[step]` without end; mean and spread drift, so that the statistics move."""
     n = 0
     while True:
         rows = make_rows(1_000, OBSERVATIONS, ACTIONS)
@@ -57,19 +57,19 @@ def stream(step: int = 1) -> Iterator[TensorDict]:
 
 
 def tensor_bytes(*owners: object) -> int:
-    """Bytes of the tensors that these objects hold as attributes."""
+    """Returns the bytes of the tensors that these objects hold as attributes."""
     return sum(v.nbytes for owner in owners for v in vars(owner).values() if torch.is_tensor(v))
 
 
 def make_all_lists(buffer: TensorDictReplayBuffer) -> None:
-    """Asks for the neighbours of every row."""
+    """Requests the neighbors of every row."""
     index = torch.arange(len(buffer))
     for some in tqdm(index.split(BATCH), desc="lists", leave=False, mininterval=1):
         buffer.sampler.neighbors(buffer.storage, some)
 
 
 def bench_ring(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row written, one batch sampled, over and over in a full ring, with uniform beside it."""
+    """Writes a row and samples a batch repeatedly in a full ring, beside uniform replay."""
     kinds = ("nmer", "uniform")
     buffers = {
         kind: make_replay_buffer(kind, capacity=args.rows, batch_size=BATCH) for kind in kinds
@@ -129,10 +129,10 @@ def bench_ring(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def bench_million(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Bytes for each row of a large buffer that is filled, sampled and written around its end."""
+    """Measures bytes per row of a large buffer that is filled, sampled and overwritten."""
     rows = stream(1_000)
     small = make_replay_buffer("nmer", capacity=1_000, batch_size=BATCH)
-    for _ in range(3):  # what is loaded at first use does not count
+    for _ in range(3):  # exclude memory that is allocated at first use
         small.extend(next(rows))
         small.sample()
     del small
@@ -170,7 +170,7 @@ def bench_million(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def plot(parts: list[dict[str, Any]], path: Path) -> None:
-    """Memory and time all along."""
+    """Plots memory and time over the writes."""
     import matplotlib
 
     matplotlib.use("agg")

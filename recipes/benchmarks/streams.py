@@ -1,4 +1,4 @@
-"""Real training streams: the (observation, action) pairs that a TD3 agent stores, in order.
+"""Records real training streams: the (observation, action) pairs that a TD3 agent stores, in order.
 
 python recipes/benchmarks/streams.py --env HalfCheetah-v5 --frames 30000 --out stream.npz
 """
@@ -22,7 +22,7 @@ from benchmarks.experience import TrainingRun
 
 
 def record(name: str, frames: int, *, seed: int = 0) -> np.ndarray:
-    """Trains for that many frames; returns the points `[frames, d]`, float32."""
+    """Trains for `frames` frames and returns the points `[frames, d]`, float32."""
     torch.manual_seed(seeds(seed)["networks"])
     settings = {"total_frames": frames, "random_frames": 1_000, "replay_ratio": 1}
     settings |= {"env": {"id": name}, "hidden": [256, 256], "seed": seed}

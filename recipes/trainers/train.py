@@ -1,4 +1,4 @@
-"""One of TorchRL's own trainers, with a replay buffer of this package chosen by its name.
+"""Trains one of TorchRL's own trainers with a replay buffer of this package, chosen by name.
 
 python recipes/trainers/train.py --config-name sac                         # NMER
 python recipes/trainers/train.py --config-name sac replay_buffer=uniform   # the baseline
@@ -14,7 +14,7 @@ import nmer_torchrl.configs  # noqa: F401, so that `replay_buffer=nmer` is known
 
 
 def train(cfg: DictConfig) -> None:
-    """Makes the trainer that the config describes, and trains."""
+    """Builds the trainer that the config describes, and trains."""
     hydra.utils.instantiate(cfg.trainer).train()
 
 
