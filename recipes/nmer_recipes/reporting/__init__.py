@@ -1,1 +1,1 @@
-"""From run directories to tables and figures; `recipes/report.py` is the command."""
+"""Turns run directories into tables and figures for the command `recipes/report.py`."""

@@ -1,4 +1,4 @@
-"""Which agent a run trained: the recipe's, or a variant of it by other critics."""
+"""Finds which agent a run trained: the recipe's, or a variant with other critics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _NAMES = {"crossq": "CrossQ", "droq": "DroQ"}  # others are written in capitals
-# The critics by which an agent has its name. Others make another agent of it.
+# The critics that define an agent by name. Other critics make it a different agent.
 _CRITICS: dict[str, dict[str, Any]] = {
     "crossq": {"critic_hidden": [2048, 2048]},
     "droq": {"layer_norm": True, "num_critics": 2, "dropout": 0.01},
@@ -18,14 +18,14 @@ _CRITICS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, order=True)
 class Agent:
-    """What replay methods are compared with; runs of two agents are never compared."""
+    """The agent that replay methods are compared on; runs of two agents are never compared."""
 
-    key: str  # in files and their names, as in `sac-layer-norm`
-    name: str  # for people, as in `SAC + layer norm`
+    key: str  # for files and their names, as in `sac-layer-norm`
+    name: str  # for readers, as in `SAC + layer norm`
 
 
 def find_agent(config: Mapping[str, Any]) -> Agent:
-    """Returns the agent of a run by its flat config.
+    """Returns the agent of a run from its flat config.
 
     Examples:
         >>> find_agent({"algorithm": "sac", "layer_norm": True})

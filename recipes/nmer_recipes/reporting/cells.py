@@ -1,4 +1,4 @@
-"""Which runs are seeds of one setting, and which settings are compared."""
+"""Groups runs into seeds of one setting, and chooses which settings to compare."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ from nmer_recipes.reporting.read import RunData, Tell
 
 @dataclass(frozen=True, order=True)
 class Task:
-    """What methods are compared on; other versions and other budgets are other tasks."""
+    """The task that methods are compared on; other versions and budgets are other tasks."""
 
     agent: Agent
-    env: str  # the id without its version; a whole name where the task has options
+    env: str  # the id without its version; the whole name if the task has options
     version: str
     frames: int
 
     @property
     def name(self) -> str:
-        """As in `Hopper-v5`."""
+        """The full name, as in `Hopper-v5`."""
         return f"{self.env}-{self.version}" if self.version else self.env
 
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """The seeds of one setting, all of them at the same step."""
+    """The seeds of one setting, all scored at the same step."""
 
     task: Task
     method: str
     replay_ratio: float
-    setting: str  # what tells it from others of this task, method and replay ratio
+    setting: str  # distinguishes it from others with this task, method and replay ratio
     runs: tuple[RunData, ...]
 
     @property
     def scores(self) -> NDArray[np.float64]:
-        """Of each run: `[n]`."""
+        """The score of each run, `[n]`."""
         return np.array([run.score for run in self.runs])
 
     @property
     def mean(self) -> float:
-        """Of the scores."""
+        """The mean of the scores."""
         return float(self.scores.mean())
 
     @property
     def std(self) -> float:
-        """Of the scores, unbiased; NaN for a single run."""
+        """The unbiased standard deviation of the scores; NaN for a single run."""
         return float(self.scores.std(ddof=1)) if len(self.runs) > 1 else np.nan
 
     @property
     def label(self) -> str:
-        """For a notice."""
+        """The name for notices."""
         words = [self.task.agent.key, self.task.name, self.method]
         words.append(f"replay_ratio={self.replay_ratio:g}")
         return " ".join([*words, self.setting] if self.setting else words)
@@ -65,15 +65,15 @@ class Cell:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """At most one cell for each task and method of one agent."""
+    """A set of cells of one agent, at most one for each task and method."""
 
     agent: Agent
-    name: str  # `best`, or as `ratio-20`
+    name: str  # `best`, or for example `ratio-20`
     cells: tuple[Cell, ...]
 
     @property
     def title(self) -> str:
-        """For people."""
+        """The title for readers."""
         how = f"replay ratio {self.name.removeprefix('ratio-')}"
         if self.name == "best":
             how = "each method at its best"
@@ -81,17 +81,17 @@ class Comparison:
 
     @property
     def tasks(self) -> list[Task]:
-        """In order."""
+        """The tasks, sorted."""
         return sorted({cell.task for cell in self.cells})
 
     @property
     def methods(self) -> list[str]:
-        """Uniform first, NMER next, others by name."""
+        """The methods: uniform first, then NMER, then others by name."""
         first = {"uniform": 0, "nmer": 1}
         return sorted({c.method for c in self.cells}, key=lambda name: (first.get(name, 2), name))
 
     def cell(self, task: Task, method: str) -> Cell | None:
-        """The cell of a task and a method, if there is one."""
+        """Returns the cell of a task and a method, if there is one."""
         for cell in self.cells:
             if (cell.task, cell.method) == (task, method):
                 return cell
@@ -102,8 +102,8 @@ def make_cells(runs: Iterable[RunData], tell: Tell, *, at: int | None = None) ->
     """Groups runs into cells.
 
     Runs whose configs differ in more than the seed are never averaged: each setting is a cell, and
-    a line says so. All runs of a cell are scored at the same step: `at`, or the budget. Runs that
-    have not got there are left out; where none has, the cell is scored at the step that all have
+    a notice says so. All runs of a cell are scored at the same step: `at`, or the budget. Runs that
+    have not reached it are left out. If none has, the cell is scored at the step that all have
     reached.
     """
     settings: dict[tuple, list[RunData]] = defaultdict(list)
@@ -131,7 +131,7 @@ def make_cells(runs: Iterable[RunData], tell: Tell, *, at: int | None = None) ->
 
 
 def _one_per_seed(group: list[RunData], tell: Tell) -> list[RunData]:
-    """The run of each seed that got furthest: the same seed twice is no second sample."""
+    """Returns the longest run of each seed, since a repeated seed is not a new sample."""
     seeds: dict[int, RunData] = {}
     for run in sorted(group, key=lambda run: (run.frames[-1], run.source)):
         if (other := seeds.get(run.seed)) is not None:
@@ -143,7 +143,7 @@ def _one_per_seed(group: list[RunData], tell: Tell) -> list[RunData]:
 def _at_one_step(
     group: list[RunData], tell: Tell, at: int | None
 ) -> list[tuple[Task, tuple[RunData, ...]]]:
-    """The runs that reach the step to score at, ended there; nothing where none does."""
+    """Returns the runs that reach the scoring step, cut there; empty if none does."""
     first = group[0]
     step = at or first.total_frames
     there = [run for run in group if run.reaches(step)]
@@ -167,20 +167,20 @@ def _at_one_step(
 
 
 def _split(task: str) -> tuple[str, str]:
-    """Returns the id without its version, and the version; of a task with options, all and none."""
+    """Splits an id into name and version; a task with options keeps its whole name."""
     found = re.fullmatch(r"(\S+)-(v\d+)", task)
     return (found[1], found[2]) if found else (task, "")
 
 
 def _differing(groups: list[tuple[RunData, ...]]) -> list[str]:
-    """Names of the settings that are not the same in all groups."""
+    """Returns the names of the settings that differ between groups."""
     settings = [dict(members[0].setting) for members in groups]
     names = sorted(set().union(*settings))
     return [name for name in names if len({setting.get(name) for setting in settings}) > 1]
 
 
 def compare(cells: Iterable[Cell]) -> list[Comparison]:
-    """For each agent: every method at its best, and all methods at each replay ratio.
+    """Compares each agent's methods at their best settings and at each replay ratio.
 
     The best setting is the one with the highest mean score. With a single replay ratio, only that
     ratio is compared, unless the paper's result tables have numbers for these runs that its
@@ -202,7 +202,7 @@ def compare(cells: Iterable[Cell]) -> list[Comparison]:
 
 
 def _only_in_result_tables(cell: Cell) -> bool:
-    """Whether a cell has the paper's budget and replay ratio, but its ablations lack the result."""
+    """Returns whether a cell has the paper's budget and ratio, but its ablations lack the result."""
     place = (cell.task.agent.key, cell.task.env, cell.method)
     result = paper.result(*place)
     if result is None or cell.task.frames != paper.FRAMES:

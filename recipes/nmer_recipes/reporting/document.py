@@ -1,4 +1,4 @@
-"""The report: its tables, its figures, and the page that holds them together."""
+"""Writes the report: its tables, its figures, and the page that contains them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def write_report(
     reps: int = REPS,
     pdf: bool = True,
 ) -> None:
-    """Writes the page, the tables as files of their own, and the figures, also as PDF."""
+    """Writes the page, the tables as separate files, and the figures, also as PDF."""
     comparisons, about_runs = compare(cells), list(notices)
     tell_about_cells(cells, tell)
     for comparison in comparisons:
@@ -77,7 +77,7 @@ def write_report(
         tex.append(latex(glance, f"{title}: mean ± standard deviation", keys=1))
         tex.append(latex(show_table(tables[-1]), f"{title}: all statistics", keys=3))
         if len(paired[-1]):
-            shown = show_paired_table(paired[-1], by_seed=False)  # whose list would fill pages
+            shown = show_paired_table(paired[-1], by_seed=False)  # without the long list
             tex.append(latex(shown, f"{title}: differences seed by seed", keys=3))
         tex.append(latex(show_pooled_table(pooled[-1]), f"{title}: all tasks", keys=1))
     _join(tables).to_csv(out / "table.csv", index=False)
@@ -85,7 +85,7 @@ def write_report(
     _join(pooled).to_csv(out / "pooled.csv", index=False)
     _settings(cells).to_csv(out / "settings.csv", index=False)
     (out / "tables.tex").write_text("\n".join(tex))
-    ordered = notices[len(about_runs) :] + about_runs  # what matters most comes first
+    ordered = notices[len(about_runs) :] + about_runs  # the most important notices come first
     first = "".join(f"- {notice}\n" for notice in ordered) or "- No notices.\n"
     (out / "report.md").write_text(
         "\n".join(["# Report\n", "## Read this first\n", first, _LEGEND, *page])
@@ -93,7 +93,7 @@ def write_report(
 
 
 def _join(frames: list[pd.DataFrame]) -> pd.DataFrame:
-    """By rows: `pandas.concat` guesses about columns that some frames lack, and warns."""
+    """Joins frames by rows; `pandas.concat` guesses about missing columns, and warns."""
     return pd.DataFrame([row for frame in frames for row in frame.to_dict("records")])
 
 
@@ -105,7 +105,7 @@ def _section(
     methods: list[str],
     reps: int,
 ) -> tuple[str, dict[str, Figure]]:
-    """Returns the page's part on a comparison, and its figures by the names of their files."""
+    """Returns the page's section on a comparison, and its figures by file name."""
     name = f"{comparison.agent.key}-{comparison.name}"
     figures = {f"curves-{name}.png": draw_curves(comparison, methods)}
     parts = [
@@ -128,7 +128,7 @@ def _section(
 
 
 def _settings(cells: Sequence[Cell]) -> pd.DataFrame:
-    """Every cell, also those that are not the best of their method, and where its runs are."""
+    """Lists every cell, including those that are not their method's best, with its runs."""
     return pd.DataFrame(
         {
             "algorithm": cell.task.agent.key,

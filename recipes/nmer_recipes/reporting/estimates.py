@@ -1,7 +1,8 @@
-"""Statistics over seeds and tasks: rliable's bootstrap, and its statistics in a few NumPy calls.
+"""Computes statistics over seeds and tasks with rliable's bootstrap.
 
-Score matrices are `[runs, tasks]`. Intervals are of 95 % by the percentiles of a stratified
-bootstrap: the runs of each task are drawn again with replacement, the tasks stay.
+rliable's own statistics are rewritten as a few NumPy calls. Score matrices are `[runs, tasks]`.
+Intervals are 95 % percentile intervals of a stratified bootstrap: the runs of each task are
+resampled with replacement, and the tasks stay fixed.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from scipy.stats import t
 
 Scores = NDArray[np.float64]
 REPS = 2_000  # bootstrap samples
-FEW = 10  # seeds below which no order of methods is settled
-LEAST = 3  # seeds below which a probability or a normalized score says nothing
+FEW = 10  # seeds below which no ranking of methods is settled
+LEAST = 3  # seeds below which a probability or a normalized score means nothing
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its interval; the bounds are NaN where single runs leave none to draw from."""
+    """A number with its interval; the bounds are NaN if there are too few runs to resample."""
 
     value: float
     low: float = np.nan
@@ -32,7 +33,7 @@ class Estimate:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Share of runs with a score above each of `thresholds`, and its interval; all `[n]`."""
+    """The share of runs with a score above each of `thresholds`, and its interval; all `[n]`."""
 
     thresholds: Scores
     share: Scores
@@ -42,7 +43,7 @@ class Profile:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """For rliable, which draws from NumPy's global generator whatever it is given."""
+    """Seeds NumPy's global generator, which rliable always draws from."""
     state = np.random.get_state()
     np.random.seed(0)
     try:
@@ -65,12 +66,12 @@ def _estimate(function: Callable[..., float], reps: int, *scores: Scores) -> Est
 
 
 def interquartile_mean(scores: Scores, *, reps: int = REPS) -> Estimate:
-    """Mean of the middle half of all runs on all tasks."""
+    """Returns the mean of the middle half of all runs on all tasks."""
     return _estimate(_trimmed_mean, reps, scores)
 
 
 def _trimmed_mean(scores: Scores) -> float:
-    """As `rliable.metrics.aggregate_iqm`, without SciPy's checks, which take most of its time."""
+    """Computes rliable's `aggregate_iqm` without SciPy's checks, which take most of its time."""
     count = scores.size
     cut = int(0.25 * count)
     middle = np.partition(scores.ravel(), (cut, count - cut - 1))[cut : count - cut]
@@ -78,7 +79,7 @@ def _trimmed_mean(scores: Scores) -> float:
 
 
 def improvement(scores: Scores, baseline: Scores, *, reps: int = REPS) -> Estimate:
-    """Probability that a run is better than one of the baseline, averaged over tasks.
+    """Returns the probability that a run beats a run of the baseline, averaged over tasks.
 
     A tie counts as half. `reps=0` leaves out the interval, which takes seconds.
     """
@@ -88,14 +89,14 @@ def improvement(scores: Scores, baseline: Scores, *, reps: int = REPS) -> Estima
 
 
 def _probability(scores: Scores, baseline: Scores) -> float:
-    """As `rliable.metrics.probability_of_improvement`, for all tasks in one call."""
+    """Computes `rliable.metrics.probability_of_improvement` for all tasks in one call."""
     pairs = scores[:, None], baseline[None]
     wins = np.greater(*pairs).sum((0, 1)) + np.equal(*pairs).sum((0, 1)) / 2
     return float(wins.mean() / (len(scores) * len(baseline)))
 
 
 def mean_difference(differences: Scores) -> Estimate:
-    """Mean of paired differences `[n]`, with Student's interval."""
+    """Returns the mean of paired differences `[n]`, with Student's interval."""
     mean, n = float(differences.mean()), len(differences)
     if n < 2:
         return Estimate(mean)
@@ -104,7 +105,10 @@ def mean_difference(differences: Scores) -> Estimate:
 
 
 def profiles(scores: Mapping[str, Scores], *, reps: int = REPS) -> dict[str, Profile]:
-    """Of each method, over normalized scores; the interval is the share itself for single runs."""
+    """Returns each method's profile over normalized scores.
+
+    For single runs, the interval is the share itself.
+    """
     thresholds = np.linspace(0, 1, 101)
     with _seeded():
         shares, intervals = library.create_performance_profile(
@@ -114,15 +118,15 @@ def profiles(scores: Mapping[str, Scores], *, reps: int = REPS) -> dict[str, Pro
 
 
 def _shares_above(scores: Scores, thresholds: Scores) -> Scores:
-    """As rliable's own, which calls a function for each threshold."""
+    """Computes the same as rliable's own, which calls a function for each threshold."""
     return np.asarray((scores[..., None] > thresholds).mean((0, 1)))
 
 
 def normalize(scores: Mapping[str, Scores]) -> dict[str, Scores]:
-    """Each task to 0 for the lowest and 1 for the highest run of all methods; 0.5 if all are equal.
+    """Scales each task to 0 for the lowest and 1 for the highest run of all methods.
 
-    Returns differ by orders of magnitude between tasks, and may be negative: only so can they be
-    pooled.
+    All are 0.5 if all runs are equal. Returns differ by orders of magnitude between tasks, and may
+    be negative, so they can only be pooled after scaling.
     """
     low = np.min([matrix.min(0) for matrix in scores.values()], axis=0)
     spread = np.max([matrix.max(0) for matrix in scores.values()], axis=0) - low
@@ -133,10 +137,10 @@ def normalize(scores: Mapping[str, Scores]) -> dict[str, Scores]:
 
 
 def change(mean: float, reference: float) -> float:
-    """The paper's change in percent against NMER: `100 * (mean - reference) / reference`.
+    """Returns the paper's change in percent against NMER: `100 * (mean - reference) / reference`.
 
-    Not below -100, without which the paper's rows for methods with negative returns do not come
-    out; NaN where the reference is not positive, since there is nothing to take a share of.
+    It is at least -100, which is needed to reproduce the paper's rows for methods with negative
+    returns. It is NaN if the reference is not positive, since a percentage of it means nothing.
     """
     if not reference > 0:
         return np.nan

@@ -1,4 +1,4 @@
-"""Learning curves, differences seed by seed, and performance profiles."""
+"""Draws learning curves, differences seed by seed, and performance profiles."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from nmer_recipes.reporting.estimates import Profile
 from nmer_recipes.scores import WINDOW
 
 _COLUMNS = 3  # panels side by side
-# Of a method's mean, by its place in the report, as its color is.
+# Line styles of the means, chosen by the method's place in the report, as the color is.
 _STYLES = ["-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (3, 1)), (0, (8, 3))]
-_MEAN, _SINGLE, _SEED = 2.0, 1.1, 0.5  # widths of lines
+_MEAN, _SINGLE, _SEED = 2.0, 1.1, 0.5  # line widths
 _DASHES = {
     "SUNRISE": (0, (6, 2)),
     "POPLIN-P": (0, (4, 2, 1, 2)),
@@ -34,22 +34,22 @@ _DASHES = {
 
 
 def save(figure: Figure, path: Path, *, pdf: bool = True) -> None:
-    """Writes a figure as PNG, which the page shows, and beside it as PDF for a paper."""
+    """Saves a figure as PNG for the page, and as PDF for a paper."""
     figure.savefig(path.with_suffix(".png"), dpi=110)
-    if pdf:  # with fonts that every publisher takes, and no date, so that it comes out the same
+    if pdf:  # fonts that every publisher accepts, and no date, so that the file is reproducible
         with matplotlib.rc_context({"pdf.fonttype": 42}):
             figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})
 
 
 def _look(methods: list[str], method: str) -> dict[str, Any]:
-    """Returns a method's color and style of line."""
+    """Returns a method's color and line style."""
     place = methods.index(method)
     color = matplotlib.colormaps["tab10"](place % 10)
     return {"color": color, "linestyle": _STYLES[place % len(_STYLES)]}
 
 
 def draw_curves(comparison: Comparison, methods: list[str]) -> Figure:
-    """A panel for each task; `methods` are all of the report, so that each keeps its look."""
+    """Draws a panel per task; `methods` lists all of the report, so that each keeps its look."""
     tasks = comparison.tasks
     columns = 2 if len(tasks) == 4 else min(_COLUMNS, len(tasks))
     lines = math.ceil(len(tasks) / columns)
@@ -89,16 +89,16 @@ def draw_curves(comparison: Comparison, methods: list[str]) -> Figure:
 
 
 def _title(task: Task, counts: list[int]) -> str:
-    """As in `Hopper-v5 (1 to 4 seeds)`."""
+    """Returns a title such as `Hopper-v5 (1 to 4 seeds)`."""
     least, most = min(counts), max(counts)
     seeds = str(most) if least == most else f"{least} to {most}"
     return textwrap.fill(f"{task.name} ({seeds} seed{'s' if most > 1 else ''})", 50)
 
 
 def _draw_cell(axes: Axes, cell: Cell, look: dict[str, Any]) -> None:
-    """The mean of the smoothed returns over seeds, one standard deviation around it, and each.
+    """Draws the mean of the smoothed returns over seeds, one standard deviation, and each seed.
 
-    A single run is no mean, and its line is thinner than one.
+    A single run is not a mean, so its line is thinner.
     """
     frames = reduce(np.intersect1d, [run.frames for run in cell.runs])
     curves = np.stack([run.smooth_returns[np.isin(run.frames, frames)] for run in cell.runs])
@@ -112,7 +112,7 @@ def _draw_cell(axes: Axes, cell: Cell, look: dict[str, Any]) -> None:
 
 
 def _draw_quoted(axes: Axes, task: Task) -> None:
-    """What the paper quotes of others, where the budget is the paper's."""
+    """Draws the results that the paper quotes, if the budget is the paper's."""
     for name, result in paper.quoted(task.env).items() if task.frames == paper.FRAMES else ():
         axes.axhline(
             result.mean,
@@ -124,7 +124,7 @@ def _draw_quoted(axes: Axes, task: Task) -> None:
 
 
 def draw_differences(comparison: Comparison, paired: pd.DataFrame, methods: list[str]) -> Figure:
-    """A panel for each task: the score of one method less another's, with its interval."""
+    """Draws a panel for each task: one method's score minus another's, with its interval."""
     tasks = [task for task in comparison.tasks if _rows_of(paired, task)]
     height = 0.3 * max(len(_rows_of(paired, task)) for task in tasks) + 1.6
     columns = min(_COLUMNS, len(tasks))
@@ -157,7 +157,7 @@ def _rows_of(paired: pd.DataFrame, task: Task) -> list[dict[str, Any]]:
 
 
 def draw_profiles(title: str, profiles: dict[str, Profile], methods: list[str]) -> Figure:
-    """Share of runs above each normalized score, with 95 % bands."""
+    """Draws the share of runs above each normalized score, with 95 % bands."""
     figure = Figure(figsize=(5.2, 3.8), layout="constrained")
     axes = figure.subplots()
     for method, profile in profiles.items():

@@ -1,4 +1,4 @@
-"""Tables for LaTeX that fit a page: wide ones are split by columns, long ones by rows."""
+"""Writes LaTeX tables that fit a page: wide ones are split by columns, long ones by rows."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from matplotlib.textpath import TextToPath
 
 from nmer_recipes.reporting.text import NONE, Text, escape
 
-WIDTH = 345.0  # points: the text of the class article on A4 and on letter paper
-_WIDEST = 100.0  # a column with more than that has lines broken
-_GAP = 6.0  # between columns
-_LINES = 45  # on a page, with its caption
+WIDTH = 345.0  # points: the text width of the class article on A4 and letter paper
+_WIDEST = 100.0  # points; wider columns have their lines broken
+_GAP = 6.0  # points between columns
+_LINES = 45  # lines on a page, with the caption
 
 _SIGNS = {sign: "\\" + sign for sign in "&%$#_{}"} | {
     "\\": r"\textbackslash{}",
@@ -29,12 +29,12 @@ _SIGNS = {sign: "\\" + sign for sign in "&%$#_{}"} | {
     "<": "$<$",
     "–": "--",
 }
-_BREAK = re.compile(r"(?:\\_|[./:])(?=[A-Za-z])|=")  # after which the line of a name may end
-_MINUS = re.compile(r"(?<![\w-])-(?=\d)")  # of a number, not of a name
+_BREAK = re.compile(r"(?:\\_|[./:])(?=[A-Za-z])|=")  # a name may be broken after these
+_MINUS = re.compile(r"(?<![\w-])-(?=\d)")  # the minus of a number, not the hyphen of a name
 
 
 def latex(text: Text, caption: str, keys: int) -> str:
-    """Returns tables of a page each, all with the first `keys` columns; they need no package.
+    """Returns one table per page, each with the first `keys` columns; they need no package.
 
     Columns without an entry are left out.
     """
@@ -58,16 +58,16 @@ def latex(text: Text, caption: str, keys: int) -> str:
 
 @cache
 def measure(text: str) -> float:
-    """Returns the width of an entry in points, in LaTeX's font at the size of footnotes."""
+    """Returns the width of an entry in points, in LaTeX's font at footnote size."""
     font = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "cmr10.ttf"
-    # Signs of mathematics are wide.
+    # Mathematical signs are wide.
     plain = re.sub(r"[^\x00-\x7f]|[<>]", "M", _MINUS.sub("M", text))
     size = FontProperties(fname=str(font), size=8.5)  # cmr8 is wider than cmr10 at 8 points
     return float(TextToPath().get_text_width_height_descent(plain, size, False)[0])
 
 
 def _height(row: list[str]) -> int:
-    """Returns the lines that a row takes; broken ones do not fill their width."""
+    """Returns the number of lines of a row; broken lines do not fill their width."""
     widest = max(map(measure, row))
     return 1 if widest <= _WIDEST else math.ceil(1.2 * widest / _WIDEST)
 
@@ -83,7 +83,7 @@ def _pages(heights: list[int]) -> list[tuple[int, int]]:
 
 
 def _blocks(widths: list[float], keys: int) -> list[list[int]]:
-    """Returns the columns of each table: the keys, and as many others as there is room for."""
+    """Returns the columns of each table: the keys, and as many others as fit."""
     blocks, room = [list(range(keys))], WIDTH - sum(widths[:keys])
     free = room
     for column in range(keys, len(widths)):
@@ -97,7 +97,7 @@ def _blocks(widths: list[float], keys: int) -> list[list[int]]:
 
 def _table(lines: list[list[str]], widths: list[float], caption: str) -> str:
     columns = "".join("l" if width <= _WIDEST else f"p{{{_WIDEST:.0f}pt}}" for width in widths)
-    end = r"\tabularnewline" if "p" in columns else r"\\"  # `\raggedright` has another `\\`
+    end = r"\tabularnewline" if "p" in columns else r"\\"  # `\raggedright` redefines `\\`
     shown = [" & ".join([*map(_entry, line, widths)]) + f" {end}" for line in lines]
     return "\n".join(
         [

@@ -1,4 +1,4 @@
-"""What a reader must know before believing the numbers."""
+"""Prints what a reader must know before trusting the numbers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from nmer_recipes.reporting.estimates import FEW
 from nmer_recipes.reporting.read import Tell
 from nmer_recipes.reporting.tables import pool
 
-# What the paper itself sets for each method; anything else should be the same for all.
+# The paper sets these for each method; all other settings should be equal.
 _OF_A_METHOD = ("replay", "replay_ratio", "actor_l2", "grad_clip")
 
 
 def tell_about_cells(cells: Sequence[Cell], tell: Tell) -> None:
-    """Few seeds, several budgets or versions, and what differs from the paper's."""
+    """Reports few seeds, several budgets or versions, and differences from the paper."""
     few = [cell for cell in cells if len(cell.runs) < FEW]
     if few:
         names = _some([f"{cell.label}: {len(cell.runs)}" for cell in few])
@@ -60,7 +60,7 @@ def tell_about_cells(cells: Sequence[Cell], tell: Tell) -> None:
 
 
 def tell_about_comparison(comparison: Comparison, tell: Tell) -> None:
-    """Settings that are unequal, references that are missing, tasks that cannot be pooled."""
+    """Reports unequal settings, missing references, and tasks that cannot be pooled."""
     for task in comparison.tasks:
         cells = [cell for cell in comparison.cells if cell.task == task]
         for name, values in _unequal(cells):
@@ -98,7 +98,7 @@ def _some(names: list[str], most: int = 6) -> str:
 
 
 def _unequal(cells: Sequence[Cell]) -> list[tuple[str, str]]:
-    """Settings apart from those of a method that differ between the cells of a task."""
+    """Returns settings, other than the method's own, that differ between a task's cells."""
     settings = {cell.method: dict(cell.runs[0].setting) for cell in cells}
     names = sorted({name for setting in settings.values() for name in setting})
     return [

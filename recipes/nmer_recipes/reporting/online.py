@@ -1,4 +1,4 @@
-"""Runs that were logged to Weights & Biases, by its public API."""
+"""Reads runs from Weights & Biases through its public API."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from nmer_recipes.errors import UsageError
 from nmer_recipes.reporting.read import BadRunError, RunData, Tell, make_run
 
 _KEYS = ["eval/return", "time/seconds", "train/updates"]
-_ROWS = 10_000  # the service draws from more rows than asked for; a run has 100 evaluations
+_ROWS = 10_000  # the service subsamples longer histories; a run has 100 evaluations
 
 
 def fetch_runs(project: str, tell: Tell) -> list[RunData]:
-    """Every run of `ENTITY/PROJECT`; a line is told for each that cannot be used."""
+    """Returns every run of `ENTITY/PROJECT`; reports each that cannot be used."""
     if project.count("/") != 1 or not all(project.split("/")):
         raise UsageError(f"--wandb {project}; it is ENTITY/PROJECT, as in the project's address.")
     try:
@@ -25,7 +25,7 @@ def fetch_runs(project: str, tell: Tell) -> list[RunData]:
         raise UsageError("--wandb needs an account: run `wandb login` or set WANDB_API_KEY.")
     try:
         listed = list(wandb.Api(timeout=60).runs(project, lazy=False))
-    except Exception as error:  # the client lets through whatever its service raises
+    except Exception as error:  # the client passes on any error of its service
         raise UsageError(f"--wandb {project} cannot be read: {error}") from None
     found = []
     for run in tqdm(listed, desc=project, unit="run", disable=None):

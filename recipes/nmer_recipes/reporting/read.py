@@ -1,4 +1,4 @@
-"""Reading runs: from a run directory, or from rows and a config that come from elsewhere."""
+"""Reads runs from a run directory, or from rows and a config from elsewhere."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from nmer_recipes.scores import WINDOW
 
 Tell = Callable[[str], None]
 
-# What a run needs to be placed in a table; the rest of its config only tells settings apart.
+# A run needs these to be placed in a table; the rest of its config only distinguishes settings.
 _NEEDED = ("algorithm", "env.name", "replay.kind", "replay_ratio", "seed", "total_frames")
-_FREE = FREE | {"name", "seed"}  # what may differ between runs that are seeds of one setting
-# The config's words for a task, for all of which its name stands.
+_FREE = FREE | {"name", "seed"}  # settings that may differ between seeds of one setting
+# Settings of a task that its name includes.
 _OF_TASK = re.compile(r"env\.(name|version|id|kwargs(\..*)?|wrappers|max_steps)$")
-# Of workers elsewhere, which act by older weights than the learner's.
+# Settings of remote workers, which act with older weights than the learner's.
 _REMOTE = ("collector.kind", "collector.workers", "collector.frames_per_batch", "collector.sync")
 
 
 class BadRunError(Exception):
-    """Something that cannot be read as a run; the message says why."""
+    """Raised for something that cannot be read as a run; the message says why."""
 
 
 @dataclass(frozen=True, eq=False)
 class RunData:
-    """One run: its flat config, and its evaluations in order of frames, each `[n]`."""
+    """A run: its flat config, and its evaluations in order of frames, each `[n]`."""
 
     source: str
     config: Mapping[str, Any]
     frames: NDArray[np.int64]
     returns: NDArray[np.float64]
-    seconds: NDArray[np.float64]  # since the start, NaN where not known
-    updates: NDArray[np.float64]  # the same
+    seconds: NDArray[np.float64]  # since the start; NaN if unknown
+    updates: NDArray[np.float64]  # since the start; NaN if unknown
 
     @property
     def seed(self) -> int:
-        """Of the run."""
+        """The run's seed."""
         return int(self.config["seed"])
 
     @property
     def total_frames(self) -> int:
-        """What the run was to have, whether or not it got there."""
+        """The planned number of frames, whether or not the run reached it."""
         return int(self.config["total_frames"])
 
     @property
@@ -64,12 +64,12 @@ class RunData:
 
     @property
     def finished(self) -> bool:
-        """Whether the last evaluation of the budget is there."""
+        """Whether the budget's last evaluation exists."""
         return self.reaches(self.total_frames)
 
     @property
     def setting(self) -> tuple[tuple[str, str], ...]:
-        """The config without what may differ between seeds."""
+        """The config without settings that may differ between seeds."""
         names = {name for name in self.config if not {name, name.split(".")[0]} & _FREE}
         if self.config.get("collector.kind", "local") != "local":
             names |= self.config.keys() & set(_REMOTE)
@@ -77,12 +77,12 @@ class RunData:
         return tuple((name, _plain(value)) for name, value in values if value is not None)
 
     def reaches(self, frames: int) -> bool:
-        """Whether the run has every evaluation up to `frames`."""
+        """Returns whether the run has every evaluation up to `frames`."""
         every = int(self.config.get("eval_every") or self.frames[0])
         return bool(self.frames[-1] + every > frames)
 
     def until(self, frames: int) -> RunData:
-        """The same run, ended there."""
+        """Returns the same run, cut at `frames`."""
         there = self.frames <= frames
         return replace(
             self,
@@ -94,30 +94,30 @@ class RunData:
 
     @property
     def score(self) -> float:
-        """Mean of the last evaluations, as many as the paper's window has."""
+        """The mean of the last evaluations, over the paper's window."""
         return float(self.returns[-WINDOW:].mean())
 
     @property
     def area(self) -> float:
-        """Mean of all evaluations after the random frames; NaN where there is none."""
+        """The mean of all evaluations after the random frames; NaN if there are none."""
         after = self.returns[self.frames > int(self.config.get("random_frames") or 0)]
         return float(after.mean()) if len(after) else math.nan
 
     @property
     def smooth_returns(self) -> NDArray[np.float64]:
-        """The score at each evaluation: `[n]`, of which the last is `score`."""
+        """The score at each evaluation, `[n]`; the last one is `score`."""
         ends = range(1, len(self.returns) + 1)
         return np.array([self.returns[max(0, end - WINDOW) : end].mean() for end in ends])
 
 
 def _plain(value: Any) -> str:
-    """The same for 1 and 1.0: JSON, through which W&B passes a config, keeps them not apart."""
+    """Formats 1 and 1.0 alike: W&B passes configs through JSON, which does not distinguish them."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return str(float(value)) if number else str(value)
 
 
 def _name_task(flat: Mapping[str, Any]) -> str:
-    """Returns a task's id, with the arguments, wrappers and limit that make another task of it."""
+    """Returns a task's id, with the arguments, wrappers and limit that make it a different task."""
     version = flat.get("env.version")
     whole = f"{flat['env.name']}-{version}" if version else flat["env.name"]
     words = [str(flat.get("env.id") or whole)]  # older configs have no id
@@ -139,31 +139,31 @@ _RENAMED = {
 
 
 def _up_to_date(flat: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config of a run under the present names of the options of `replay`."""
+    """Returns a run's config with the current names of the `replay` options."""
     flat = {_RENAMED.get(name, name): value for name, value in flat.items()}
     if flat.pop("replay.tuned", False):
         flat |= {"replay.kind": "tuned_ct", "replay.first_alpha": flat.pop("replay.alpha", 1.0)}
-    if "replay.alpha" in flat:  # once null for the default
+    if "replay.alpha" in flat:  # null used to mean the default
         flat["replay.alpha"] = flat["replay.alpha"] or 0.75
     return flat
 
 
 def make_run(source: str, config: Any, rows: Iterable[Mapping[str, Any]]) -> RunData:
-    """A run from its config and its rows of metrics, or a `BadRunError`."""
+    """Builds a run from its config and its rows of metrics; raises a `BadRunError`."""
     if not isinstance(config, Mapping):
         raise BadRunError("its config is not a mapping of names to values")
     flat = flatten(config)
     groups = {name.rpartition(".")[0] for name in flat}
     flat = {name: flat[name] for name in flat.keys() - groups}  # without a sweep's `replay: nmer`
     flat = flatten(find_added(flat)) | _up_to_date(flat)
-    if flat.get("data.source") is None:  # the other settings of data mean nothing then
+    if flat.get("data.source") is None:  # the other data settings then mean nothing
         flat = {name: value for name, value in flat.items() if not name.startswith("data.")}
     if "total_updates" in flat:
-        flat["replay_ratio"] = 1  # an update is counted as a frame
+        flat["replay_ratio"] = 1  # an update counts as a frame
     if missing := [name for name in _NEEDED if flat.get(name) is None]:
         raise BadRunError(f"its config has no {', '.join(missing)}")
     task = _name_task(flat)
-    if flat.get("data.source") is not None:  # runs on other data are no runs of the same task
+    if flat.get("data.source") is not None:  # runs on other data are a different task
         task += f" with {PurePath(str(flat['data.source'])).name}"
     flat = {name: value for name, value in flat.items() if not _OF_TASK.match(name)}
     flat["env.task"] = task
@@ -195,7 +195,7 @@ def make_run(source: str, config: Any, rows: Iterable[Mapping[str, Any]]) -> Run
 
 
 def _column(rows: list[Mapping[str, Any]], name: str) -> NDArray[np.float64]:
-    """The numbers of a column; an entry may be missing where it is not needed for the score."""
+    """Returns a column's numbers; entries that the score does not need may be missing."""
     absent = () if name in ("frames", "eval/return") else (None, "")
     try:
         values = [row.get(name) for row in rows]
@@ -205,7 +205,7 @@ def _column(rows: list[Mapping[str, Any]], name: str) -> NDArray[np.float64]:
 
 
 def read_directory(directory: Path, tell: Tell) -> RunData:
-    """The run in a directory; a last line that was cut off is told and left out."""
+    """Reads the run in a directory; reports and leaves out a truncated last line."""
     for name in ("config.yaml", "metrics.csv"):
         if not (directory / name).is_file():
             raise BadRunError(f"it has no {name}")
@@ -230,13 +230,13 @@ def read_directory(directory: Path, tell: Tell) -> RunData:
 
 
 def find_runs(root: Path, tell: Tell) -> list[RunData]:
-    """Every run below `root`; a line is told for each directory that ought to be one and is not."""
+    """Returns every run below `root`; reports each directory that should be one but is not."""
     runs = []
     for place, directories, files in os.walk(root):
         directory = Path(place)
         if not directories and not files:
             tell(f"{directory}: left out, it is empty.")
-        # Neither Hydra's nor W&B's own copies of a config.
+        # Skip the copies of a config that Hydra and W&B keep.
         directories[:] = sorted(d for d in directories if d != "wandb" and not d.startswith("."))
         if not {"config.yaml", "metrics.csv"} & set(files):
             continue

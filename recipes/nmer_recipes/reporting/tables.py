@@ -1,4 +1,4 @@
-"""The numbers of a comparison, as frames that a CSV file holds unrounded."""
+"""Computes the numbers of a comparison, as frames that a CSV file holds unrounded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nmer_recipes.reporting.estimates import (
 
 
 def paper_figure(comparison: Comparison, task: Task, method: str) -> paper.Figure | None:
-    """The paper's result: of the method at its best, or of its ablations at that replay ratio."""
+    """Returns the paper's result: at the method's best, or from the ablations at that ratio."""
     if comparison.name == "best":
         return paper.result(task.agent.key, task.env, method)
     ratio = float(comparison.name.removeprefix("ratio-"))
@@ -32,7 +32,7 @@ def paper_figure(comparison: Comparison, task: Task, method: str) -> paper.Figur
 
 
 def make_table(comparison: Comparison, *, reps: int = REPS) -> pd.DataFrame:
-    """One row for each task and method; at the paper's budget also what it quotes of others."""
+    """Returns a row per task and method, and at the paper's budget the results it quotes."""
     rows = []
     for env in dict.fromkeys(task.env for task in comparison.tasks):
         for task in comparison.tasks:
@@ -93,7 +93,7 @@ def _row(comparison: Comparison, cell: Cell, reps: int) -> dict[str, object]:
 
 
 def make_paired_table(comparison: Comparison) -> pd.DataFrame:
-    """One row for each task and two of its methods: the scores of one less the other's, by seed.
+    """Returns a row per task and pair of methods: the score differences by seed.
 
     Every method is compared with uniform replay, and NMER with every other method. The same seed
     gives the recipes' methods the same networks, random frames and resets. The area is the mean
@@ -127,9 +127,9 @@ def _judge(low: float, high: float) -> str:
 
 
 def pool(comparison: Comparison) -> tuple[list[Task], dict[str, Scores]]:
-    """The tasks that all methods were run on, and of each method the scores `[runs, tasks]`.
+    """Returns the tasks that all methods were run on, and each method's scores `[runs, tasks]`.
 
-    Where tasks have more seeds than others, the first ones count: a matrix has no gaps.
+    If some tasks have more seeds than others, only the first ones count: a matrix has no gaps.
     """
     methods = comparison.methods
     tasks = [
@@ -144,12 +144,12 @@ def pool(comparison: Comparison) -> tuple[list[Task], dict[str, Scores]]:
 
 
 def has_enough(scores: dict[str, Scores]) -> bool:
-    """Whether there are seeds enough to speak of all tasks at once."""
+    """Returns whether there are enough seeds to pool all tasks."""
     return bool(scores) and min(len(matrix) for matrix in scores.values()) >= LEAST
 
 
 def make_pooled_table(comparison: Comparison, *, reps: int = REPS) -> pd.DataFrame:
-    """One row for each method, over all tasks."""
+    """Returns a row per method, over all tasks."""
     tasks, scores = pool(comparison)
     normal = normalize(scores) if scores else {}
     enough = has_enough(scores)
@@ -177,7 +177,7 @@ def make_pooled_table(comparison: Comparison, *, reps: int = REPS) -> pd.DataFra
 
 
 def _changes(comparison: Comparison, method: str) -> tuple[list[float], list[float]]:
-    """Changes in percent against NMER on each task that has both: ours, and the paper's."""
+    """Returns changes in percent against NMER on each task that has both: ours, and the paper's."""
     ours, theirs = [], []
     for task in comparison.tasks:
         cell, nmer = comparison.cell(task, method), comparison.cell(task, "nmer")

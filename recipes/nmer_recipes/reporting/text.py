@@ -1,4 +1,4 @@
-"""Frames of numbers as tables for people, and these in Markdown."""
+"""Formats frames of numbers as tables for readers, and these as Markdown."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from nmer_recipes.reporting.estimates import FEW
 from nmer_recipes.scores import duration
 
 NONE = "–"
-Text = tuple[list[str], list[list[str]]]  # a header, and rows of as many entries
+Text = tuple[list[str], list[list[str]]]  # a header, and rows with as many entries
 
 
 def show_glance(table: pd.DataFrame, pooled: pd.DataFrame) -> Text:
-    """A row for each task, a column for each method, and the change in percent below them."""
+    """Returns a row per task, a column per method, and the change in percent below."""
     methods = list(pooled["method"])
     ours = table[table["seeds"].notna()]
     rows = []
@@ -34,7 +34,7 @@ def show_glance(table: pd.DataFrame, pooled: pd.DataFrame) -> Text:
 
 
 def show_table(frame: pd.DataFrame) -> Text:
-    """The columns of `make_table` as people read them."""
+    """Formats the columns of `make_table` for readers."""
     header = ["environment", "frames", "method", "ratio", "seeds", "mean ± std", "paper, 200K"]
     header += ["IQM [95 %]", "P(> uniform)", "Δ NMER", "paper's Δ NMER"]
     header += ["time per run", "updates/s"]
@@ -69,7 +69,7 @@ def show_table(frame: pd.DataFrame) -> Text:
 
 
 def show_paired_table(frame: pd.DataFrame, *, by_seed: bool = True) -> Text:
-    """The columns of `make_paired_table` as people read them, with or without each seed."""
+    """Formats the columns of `make_paired_table` for readers, with or without each seed."""
     header = ["environment", "method", "against", "seeds", "verdict", "score [95 %]", "ahead"]
     header += ["by seed", "area [95 %]", "ahead", "by seed"]
     if not by_seed:
@@ -91,7 +91,7 @@ def show_paired_table(frame: pd.DataFrame, *, by_seed: bool = True) -> Text:
 
 
 def show_pooled_table(frame: pd.DataFrame) -> Text:
-    """The columns of `make_pooled_table` as people read them."""
+    """Formats the columns of `make_pooled_table` for readers."""
     header = ["method", "tasks", "seeds", "normalized IQM [95 %]", "P(> uniform) [95 %]"]
     header += ["Δ NMER", "paper's Δ NMER"]
     rows = []
@@ -135,7 +135,7 @@ def _interval(
     if value is None or math.isnan(value):
         return NONE
     how = how or _digits(value)
-    alone = _missing(low) or low == high  # so few runs that each draw of them gave the same
+    alone = _missing(low) or low == high  # so few runs that every resample gives the same
     bounds = "" if alone else f" [{_format(low, how)}, {_format(high, how)}]"
     return _format(value, how) + bounds
 
@@ -145,7 +145,7 @@ def _share(percent: float, tasks: int) -> str:
 
 
 def markdown(text: Text) -> str:
-    """A table of GitHub's Markdown."""
+    """Formats a table in GitHub's Markdown."""
     header, rows = text
     lines = [header, ["---"] * len(header), *rows]
     shown = ([escape(entry, {"|": chr(92) + "|"}) for entry in line] for line in lines)
@@ -153,5 +153,5 @@ def markdown(text: Text) -> str:
 
 
 def escape(entry: str, signs: dict[str, str]) -> str:
-    """Returns the entry with each sign as `signs` has it."""
+    """Replaces each sign of the entry that is in `signs`."""
     return "".join(signs.get(sign, sign) for sign in entry)
