@@ -90,9 +90,9 @@ class FrameCollector:
     Their rows are returned one at a time, in the order of the environments, before the next round.
     A row is therefore stored up to `len(envs) - 1` frames after the weights that produced it.
 
-    TorchRL's `Collector` spends several milliseconds on a batch of one frame, of which its
-    environments take one. Its state leaves out the next observation to act on, so a resumed run
-    takes a different path.
+    TorchRL's `Collector` spends several milliseconds on a batch of one frame; its environments take
+    one of them. Its state leaves out the next observation to act on, so a resumed run takes a
+    different path.
 
     Args:
         envs: One or several copies of the task, with actions in [-1, 1].

@@ -167,7 +167,7 @@ class TensorboardLogger:
             self._writer.add_scalar(name, value, frames)
 
     def summarize(self, metrics: dict[str, float]) -> None:
-        """Does nothing: the curves hold the summary."""
+        """Does nothing: the curves already show the result."""
 
     def close(self) -> None:
         """Writes pending metrics."""

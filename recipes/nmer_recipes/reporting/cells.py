@@ -202,7 +202,7 @@ def compare(cells: Iterable[Cell]) -> list[Comparison]:
 
 
 def _only_in_result_tables(cell: Cell) -> bool:
-    """Returns whether a cell has the paper's budget and ratio, but its ablations lack the result."""
+    """Returns whether a cell has the paper's budget and ratio, but no result in its ablations."""
     place = (cell.task.agent.key, cell.task.env, cell.method)
     result = paper.result(*place)
     if result is None or cell.task.frames != paper.FRAMES:
