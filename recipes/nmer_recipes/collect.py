@@ -261,7 +261,7 @@ def _part(batch: Tensor, number: int) -> Sequence[Tensor]:
 
 
 def _host_memory(size: int, device: torch.device) -> Tensor:
-    """Returns float32 host memory, pinned if CUDA can then copy it in the background."""
+    """Returns float32 host memory, pinned for CUDA if possible, to be copied in the background."""
     try:
         return torch.empty(size, pin_memory=device.type == "cuda")
     except RuntimeError:  # the system pins no more memory: copies still work but may wait
