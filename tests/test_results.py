@@ -1,6 +1,7 @@
 """The results page: what it says is what the committed runs give."""
 
 import csv
+import importlib
 import json
 import os
 import re
@@ -50,7 +51,7 @@ def test_every_table_is_that_of_a_report():
     shown = re.findall(r"(?:^\|.*\n)+", page, flags=re.MULTILINE)
     assert shown
     for each in shown:
-        if not each.startswith("| quoted"):  # numbers of others
+        if not each.startswith(("| quoted", "| measured")):  # of others; test_words_on_why
             assert any(f"\n\n{each}\n" in report for report in reports), each
 
 
@@ -97,7 +98,6 @@ def test_words_on_halfcheetah():
     rows = table("main", "HalfCheetah")
     ends = f"{spread(rows.loc['nmer'])} where uniform replay {{}} {spread(rows.loc['uniform'])}"
     says(f"NMER ends at {ends.format('ends at')}, and it is ahead by 1,500 or more in each seed")
-    says(f"NMER scores {spread(rows.loc['nmer'])} and uniform replay {spread(rows.loc['uniform'])}")
     assert min(by_seed("main", "HalfCheetah", "score")) >= 1_500
     says(f"NMER scores {ends.format('scores')}", "README.md")
     above = [[t.frames[t["eval/overestimation"] > 0].iloc[-1] for t in x] for x in (uniform, nmer)]
@@ -155,43 +155,75 @@ def test_words_on_time_and_on_other_pairs():
 
 
 def test_words_on_rivals():
+    methods = ("nmer", "ct", "1nn", "mixup")
+    runs = {method: series("rivals", "HalfCheetah", method) for method in ("uniform", *methods)}
+    complete = min(len(tables) for tables in runs.values())
+    state = f"{NUMBERS[complete].capitalize()} of five seeds are complete for all five methods."
+    says("All five seeds are complete." if complete == 5 else state)
+    paired = pd.read_csv(RESULTS / "rivals" / "paired.csv").set_index(["method", "against"])
+    assert (paired.verdict == "ahead").equals(paired.score_low > 0)
+    ahead = [method for method in methods if paired.score_low[method, "uniform"] > 0]
+    names = ["NMER" if method == "nmer" else f"`{method}`" for method in ahead]
+    says(f"{enumerate_words(names)} are ahead of uniform replay. No other difference is shown.")
+    assert {"1nn", "mixup"} <= {*ahead}
+    says("not shown. Both are ahead of uniform replay, too.")
+    gaps = by_seed("rivals", "HalfCheetah", "score")
+    assert min(gaps) > 0
+    says(f"NMER is ahead in each of {NUMBERS[len(gaps)]} seeds. The first study agrees.")
+    for other in ("uniform", "ct", "1nn", "mixup"):
+        row = paired.loc["nmer", other]
+        assert (row.score_low > 0) == (other == "uniform")
+        gap = f"{row.score:+.0f} [{row.score_low:+.0f}, {row.score_high:+.0f}]"
+        begin = "minus the" if other == "mixup" else "NMER's score minus the"
+        name = "uniform replay is" if other == "uniform" else f"`{other}` is"
+        says(f"{begin} score of {name.removesuffix(' is') if other == 'mixup' else name} {gap}")
+    says(f", and {range_of(gaps)} by seed.")
+    row = paired.loc["nmer", "ct"]
+    assert row.area_high < 0 < row.score_high
+    area = f"[{row.area_low:+.0f}, {row.area_high:+.0f}]"
+    says(f"This interval includes zero. The interval of the area, {area}, does not")
+
+
+def test_first_lines_of_page_and_readme():
+    rows = table("rivals", "HalfCheetah")
+    nmer, uniform, rival = (spread(rows.loc[name]) for name in ("nmer", "uniform", "ct"))
+    says(f"NMER scores {nmer} and uniform replay {uniform} after 30,000 frames")
+    says(f"`ct` mixes a row with the next row of its episode and scores {rival}.")
+    seeds = NUMBERS[len(by_seed("rivals", "HalfCheetah", "score"))]
+    says(
+        f"TD3 on HalfCheetah-v5, 30,000 frames, {seeds} seeds: {nmer} with NMER, {uniform} with "
+        "uniform replay, ahead in every seed.",
+        "README.md",
+    )
     first, second = (
         [f"{gap:+.0f}" for gap in by_seed(part, "HalfCheetah", "score", "ct")]
         for part in ("pairings", "rivals")
     )
     gaps = f"{first[0]} in the first study, and {enumerate_words(second)} in the second"
-    says(f"NMER's score less that of `ct` is {gaps}.")
-    number = NUMBERS[len(first + second)]
-    gaps = f"{enumerate_words(first + second)} in {number} seeds"
-    says(f"on HalfCheetah its score less that of the rival is {gaps}", "README.md")
-    methods = ("uniform", "nmer", "ct", "1nn", "mixup")
-    runs = {method: series("rivals", "HalfCheetah", method) for method in methods}
-    complete = min(len(tables) for tables in runs.values())
-    says(f"{NUMBERS[complete]} of five seeds are complete for all five methods")
-    for seed in range(complete):
-        scores = {method: tables[seed].score.iloc[-1] for method, tables in runs.items()}
-        order = sorted(scores, key=scores.__getitem__)
-        assert (order[0], order[-1]) == ("uniform", "ct")
-    says("In each of the three Continuous Transition is the first and uniform replay the last")
-    paired = pd.read_csv(RESULTS / "rivals" / "paired.csv").set_index(["method", "against"])
-    ahead = paired[(paired.score_low > 0) | (paired.score_high < 0)]
-    assert list(ahead.index) == [("ct", "uniform"), ("nmer", "uniform")]
-    assert (ahead.score_low > 0).all()
-    says("NMER and Continuous Transition are ahead of uniform replay; no other difference is shown")
-    gaps = by_seed("rivals", "HalfCheetah", "score")
-    assert (len(gaps), min(gaps) > 0) == (4, True)
-    says(f"NMER is ahead of uniform replay in each of four seeds, by {range_of(gaps)}.")
-    row = paired.loc["nmer", "uniform"]
-    says(f"by {row.score:.0f} [{row.score_low:.0f}, {row.score_high:.0f}] on average")
-    assert [len(runs[method]) for method in methods] == [4, 4, 4, 3, 3]
-    says("and a fourth for uniform, nmer and ct")
-    assert paired.area_high["nmer", "ct"] < 0 < paired.score_high["nmer", "ct"]
-    says("the interval of the area lies below zero, that of the score does not")
-    gap = paired.score["nmer", "1nn"]
-    says(f"the mean difference of the scores is {gap:+.0f} in {NUMBERS[complete]} seeds")
+    says(f"NMER's score minus the score of `ct` is {gaps}.")
+    gaps = f"{enumerate_words(first + second)} in {NUMBERS[len(first + second)]} seeds"
+    says(f"On HalfCheetah, NMER's score minus the rival's is {gaps}.", "README.md")
 
 
-NUMBERS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
+def test_words_on_why(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    why = importlib.import_module("why")
+    assert why.make_table() in (ROOT / "docs" / "results.md").read_text()
+    why.main(["--out", str(tmp_path)])
+    drawn, committed = (
+        re.findall("<!-- (.*) -->", (folder / "why.svg").read_text())
+        for folder in (tmp_path, ROOT / "docs" / "figures")
+    )
+    assert drawn == committed
+    errors = why.read_errors("HalfCheetah")
+    ratio = errors["nmer_10", 10_000] / errors["ct", 10_000]
+    says(f"with 10,000 rows NMER's on-manifold error is {ratio:.1f} of the error of `ct`")
+    for task, sign in (("HalfCheetah", -1), ("Hopper", 1)):
+        biases = [why.read_runs(task, m)["eval/overestimation"].mean() for m in why.COLORS]
+        assert all(sign * bias > 0 for bias in biases)
+
+
+NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
 
 
 def enumerate_words(words) -> str:
