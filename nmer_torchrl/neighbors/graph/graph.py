@@ -183,7 +183,7 @@ class NeighborGraph(Search):
             unlisted[missing] = False
             more = unlisted.nonzero().squeeze(1)[: _BLOCK - len(missing)]
             missing = torch.cat([missing, more])
-        for block in missing.split(2 * _BLOCK):
+        for block in missing.split(_BLOCK):  # larger blocks check more columns in vain
             # A list that was built under another scale still bounds the new one.
             bound = self._candidates(block)[1].amax(1) * (1 + 1e-5)
             unbound = bound.isinf()
