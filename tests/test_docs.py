@@ -276,7 +276,7 @@ def test_the_recipes_page_has_every_metric():
 
 
 PARTS = ("buffers", "configs", "diagnostics", "functional", "methods", "metrics", "neighbors")
-PARTS += ("samplers", "transforms")
+PARTS += ("offline", "samplers", "transforms")
 
 
 def public_names() -> list[tuple[str, object]]:

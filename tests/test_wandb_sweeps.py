@@ -150,6 +150,19 @@ def test_runs_of_a_sweep_have_a_directory_each(monkeypatch, tmp_path):
     assert (cfg.run_dir, cfg.resume) == ("mine", None)
 
 
+def test_only_seeds_of_one_setting_share_a_group(monkeypatch):
+    monkeypatch.setenv("WANDB_SWEEP_ID", "abc")
+    monkeypatch.setenv("WANDB_RUN_ID", "one")
+    groups = []
+    for overrides in ("seed=0", "seed=1", r"hidden=\[8\,8\],layer_norm=true,seed=0"):
+        cfg = make_config("sac", "logger=wandb")
+        place_in_wandb_sweep(cfg, overrides)
+        groups.append(cfg.logger.group)
+    first, second, other = groups
+    assert first == second
+    assert other == f"{first}-hidden=[8,8]-layer_norm=true"
+
+
 # The real `wandb agent`, against a server on this machine that speaks as much GraphQL as it asks
 # for, draws by the service's own package, and takes the score from the finished run's directory.
 

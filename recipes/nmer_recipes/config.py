@@ -161,9 +161,9 @@ def run_recipe(
                 cfg = continue_config(cfg, typed)
             by_rule = _set_by_rule(cfg)
             _resolve_checked(cfg, validate or check)
-            if trains and not sweep:
-                place_in_wandb_sweep(cfg)
             folder, overrides = task.sweep.dir, task.job.override_dirname
+            if trains and not sweep:
+                place_in_wandb_sweep(cfg, overrides)
             if not (sweep and trains) or place_in_sweep(cfg, folder, overrides):
                 _tell_rule(cfg, by_rule)
                 return train(cfg)

@@ -60,14 +60,7 @@ def place_in_sweep(cfg: DictConfig, folder: str, overrides: str) -> bool:
     overrides = re.sub(r"\\(.)", r"\1", overrides)  # remove Hydra's escapes
     cfg.run_dir = str(Path(folder) / name_directory(overrides or cfg.name, cfg.name))
     cfg.resume = "auto"
-    if cfg.logger.get("group") is not None:
-        named = ("env=", "replay=", "seed=")  # in the group already, or not of the setting
-        parts = re.split(r",(?![^\[{]*[\]}])", overrides)  # do not split lists
-        settings = [part for part in parts if part and not part.startswith(named)]
-        group = "-".join([cfg.logger.group, *settings])
-        if len(group) > _LONGEST_GROUP:
-            group = _cut(group, group, _LONGEST_GROUP - 9)
-        cfg.logger.group = group
+    _extend_group(cfg, overrides)
     directory = Path(cfg.run_dir)
     if not (directory / "summary.json").exists():
         return True
@@ -103,14 +96,28 @@ def read_score(directory: Path) -> float:
         ) from None
 
 
-def place_in_wandb_sweep(cfg: DictConfig) -> None:
-    """Sets the run's directory under `wandb agent`, from the sweep and the run.
+def _extend_group(cfg: DictConfig, overrides: str) -> None:
+    """Appends the overrides to the run's W&B group, so that only seeds of one setting share it."""
+    if cfg.logger.get("group") is None:
+        return
+    named = ("env=", "replay=", "seed=")  # in the group already, or not of the setting
+    parts = re.split(r",(?![^\[{]*[\]}])", overrides)  # do not split lists
+    settings = [part for part in parts if part and not part.startswith(named)]
+    group = "-".join([cfg.logger.group, *settings])
+    if len(group) > _LONGEST_GROUP:
+        group = _cut(group, group, _LONGEST_GROUP - 9)
+    cfg.logger.group = group
+
+
+def place_in_wandb_sweep(cfg: DictConfig, overrides: str = "") -> None:
+    """Sets the run's directory and group under `wandb agent`, from the sweep and the run.
 
     A run that the service hands out again continues there.
     """
     sweep, run = (os.environ.get(f"WANDB_{name}_ID") for name in ("SWEEP", "RUN"))
     if sweep and run and cfg.run_dir is None and cfg.resume is None:
         cfg.run_dir, cfg.resume = f"runs/sweep-{sweep}/{run}", "auto"
+        _extend_group(cfg, re.sub(r"\\(.)", r"\1", overrides))
 
 
 def find_directory(cfg: DictConfig) -> tuple[Path, bool]:
