@@ -3,10 +3,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
+DOCS_VERSION = $(shell sed -n 's/^version = "\([0-9]*\.[0-9]*\).*/\1/p' pyproject.toml)
 # Imports are compiled once, also where the environment forbids it: `import torchrl` then takes 7 s instead of 19.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: test coverage train soak docs docs-serve lint clean
+.PHONY: test coverage train soak docs docs-serve docs-version lint clean
 
 # Everything: style, types and tests.
 test: $(INSTALLED) lint
@@ -42,6 +43,11 @@ docs: $(INSTALLED)
 # The same while you write, at the address that it prints.
 docs-serve: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
+
+# The site of this version, as a commit to the branch gh-pages beside those of other versions. Versions
+# that differ in their last number share one site. mike starts mkdocs by its name, hence the PATH.
+docs-version: $(INSTALLED)
+	export NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" && mike deploy --update-aliases $(DOCS_VERSION) latest && mike set-default latest
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
