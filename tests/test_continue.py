@@ -11,7 +11,7 @@ import yaml
 from recipe_helpers import TINY, metrics, start, train, train_and_kill, without_times
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nmer_recipes.directories import name_directory  # isort: skip
+from nmer_recipes.directories import name_directory, read_config  # isort: skip
 from nmer_recipes.runs import Run  # isort: skip
 
 NAME = "env=a,replay=b"  # as in a sweep
@@ -36,6 +36,14 @@ def test_a_run_is_taken_further_number_for_number(recipe, options, first, tmp_pa
     assert len({row["train/loss_qvalue"] for row in whole}) == 3
     assert json.loads((part / "summary.json").read_text())["frames"] == 72
     assert yaml.safe_load((part / "config.yaml").read_text())["total_frames"] == 72
+
+
+@pytest.mark.parametrize(("algorithm", "interval"), [("td3", 2), ("sac", None)])
+def test_runs_from_before_target_interval_keep_their_targets(algorithm, interval, tmp_path):
+    (tmp_path / "config.yaml").write_text(f"algorithm: {algorithm}\nhidden: [8]\n")
+    assert read_config(tmp_path).get("target_interval") == interval
+    (tmp_path / "config.yaml").write_text("algorithm: td3\ntarget_interval: 1\n")
+    assert read_config(tmp_path)["target_interval"] == 1
 
 
 @pytest.fixture(scope="module")

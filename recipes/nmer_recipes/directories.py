@@ -38,7 +38,8 @@ def find_added(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that runs of earlier versions lack, with the values they had."""
     if config.get("algorithm") not in ("sac", "td3"):  # only these two existed then
         return {}
-    return _ADDED | {"layer_norm": False, "critic_hidden": config.get("hidden")}
+    targets = {"target_interval": 2} if config["algorithm"] == "td3" else {}  # moved with the actor
+    return _ADDED | {"layer_norm": False, "critic_hidden": config.get("hidden")} | targets
 
 
 def place_in_sweep(cfg: DictConfig, folder: str, overrides: str) -> bool:
