@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -44,8 +45,11 @@ class PairStorage(LazyTensorStorage):
             if isinstance(index, Tensor) and type(data) is TensorDict and len(self):
                 if index.ndim == 2:
                     return _read_pairs(data, index.T, index.T.reshape(-1))
-                if index.ndim == 1 and index.dtype is torch.long and data.ndim == 1:
-                    return _read_rows(data, index)
+                # Elsewhere, a position out of range could only be seen by waiting for the device.
+                simple = index.ndim == data.ndim == 1 and index.dtype is torch.long
+                if simple and index.device.type == "cpu":
+                    with suppress(IndexError, RuntimeError):  # which TorchRL handles or explains
+                        return _read_rows(data, index, len(self))
             return super().get(index)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -88,14 +92,14 @@ def move_state(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return moved
 
 
-def _read_rows(data: TensorDict, index: Tensor) -> TensorDictBase:
-    """Returns the rows at positions `[B]` of entries `[n, ...]`."""
+def _read_rows(data: TensorDict, index: Tensor, size: int) -> TensorDictBase:
+    """Returns the rows at positions `[B]` of entries `[n, ...]`, of which `size` are written."""
     entries: dict[str, Any] = {}
     for name, value in data.items():
         if isinstance(value, Tensor):
-            entries[name] = value.index_select(0, index)
+            entries[name] = value[:size].index_select(0, index)
         elif type(value) is TensorDict:
-            entries[name] = _read_rows(value, index)
+            entries[name] = _read_rows(value, index, size)
         else:
             entries[name] = value[index]
     return _compat.make_tensordict(entries, index.shape + data.batch_size[1:], data.device)

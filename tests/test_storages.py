@@ -25,7 +25,10 @@ def test_pairs_are_read_as_a_plain_storage_reads_them(count):
     assert (batch == plain.get(index)).all()
 
 
-@pytest.mark.parametrize("index", [3, slice(2, 9), torch.tensor([4, 1]), torch.zeros(0, 2).long()])
+@pytest.mark.parametrize(
+    "index",
+    [3, slice(2, 9), torch.tensor([4, 1]), torch.tensor([-1, 2]), torch.zeros(0, 2).long()],
+)
 def test_other_positions_are_read_as_ever(index):
     pairs, plain = both(make_transitions(20))
     assert pairs.get(index).batch_size == plain.get(index).batch_size
@@ -116,3 +119,9 @@ def test_unusual_single_rows_are_written_as_by_torchrl(change):
             outcomes.append(type(error))
     first, second = outcomes
     assert (first == second).all() if isinstance(first, TensorDict) else first is second
+
+
+def test_positions_that_were_never_written_are_refused_as_by_torchrl():
+    for storage in both(make_transitions(20)):  # of 50
+        with pytest.raises(IndexError):
+            storage.get(torch.tensor([3, 20]))
