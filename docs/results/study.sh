@@ -28,9 +28,9 @@ copy() { # the small files of complete runs, which are what is kept with the pro
 mkdir -p runs/study
 copy docs/results runs/study # so that no run is made twice
 case ${1:?rivals, suite, ratio20, walkers, sac, crossq, droq, sac_norm, learn, main, pendulum, baseline, baseline5, pairings or keep} in
-rivals)
+rivals) # not compiled, since its first runs were not
     sweep recipes/td3.py rivals seed='range(5)' env=HalfCheetah replay=uniform,nmer,ct,1nn,mixup \
-        total_frames=30000 random_frames=5000 replay_ratio=5
+        total_frames=30000 random_frames=5000 replay_ratio=5 compile=false
     ;;
 suite)
     sweep recipes/td3.py suite seed='range(4)' env=dm_control \
