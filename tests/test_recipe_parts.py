@@ -14,6 +14,7 @@ from hydra.errors import MissingConfigException
 from recipe_helpers import ALGORITHMS, RECIPES, make_config, train
 
 from nmer_recipes import checkpoint, collect, compiling, config, envs, evaluate, seeding  # isort: skip
+from nmer_recipes.policy import Policy, find_entries, load_recipe  # isort: skip
 from nmer_recipes.replay import Source, describe, draw, make_buffer  # isort: skip
 from nmer_recipes.runs import Clock, Run  # isort: skip
 
@@ -139,6 +140,41 @@ def test_a_task_of_dm_control_by_name():
     assert np.array_equal(first.reset()[0], second.reset()[0])  # but the next ones are the same
     with pytest.raises(config.UsageError, match="finger-spin"):
         envs.make_env(make_config("td3", "env=dm_control", "env.name=finger-fly").env)
+
+
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [("walker-walk", 24), ("walker-run", 24), ("cheetah-run", 17), ("finger-spin", 9)],
+)
+def test_tasks_of_the_study_pass_the_checks(name, width):
+    pytest.importorskip("shimmy")
+    cfg = make_config("td3", "env=dm_control", f"env.name={name}")
+    envs.check_task(cfg.env)
+    env = envs.make_env(cfg.env)
+    observation = env.reset(seed=0)[0]
+    assert observation.shape == (width,)
+
+
+def test_a_policy_acts_on_dicts_with_single_numbers():
+    pytest.importorskip("shimmy")
+    cfg = make_config("td3", "env=dm_control", "env.name=walker-walk", "hidden=[8]")
+    env = envs.make_env(cfg.env)
+    actor = load_recipe("td3").make_agent(cfg, 24, 6, torch.device("cpu"))[0]
+    state = {
+        "frames": 0,
+        "return": 0.0,
+        "low": torch.full((6,), -1.0),
+        "high": torch.ones(6),
+        "observations": 24,
+        "entries": find_entries(env),
+        "actor": actor.state_dict(),
+    }
+    policy, task = Policy(cfg, state), envs.make_env(cfg.env, rescale=False)
+    observation = task.reset(seed=0)[0]
+    expected = policy.act(env.reset(seed=0)[0])
+    assert np.allclose(policy.act(observation), expected)
+    several = {key: np.stack([entry, entry]) for key, entry in observation.items()}
+    assert np.allclose(policy.act(several), np.stack([expected, expected]))
 
 
 def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):

@@ -126,7 +126,8 @@ class Policy(nn.Module):
                     raise ValueError(f"The observation has no {'.'.join(path)!r}.")
                 part = part[key]
             parts.append(np.asarray(part))
-        return np.concatenate(parts, axis=-1)
+        axes = max(1, *(part.ndim for part in parts))  # an entry of one number has an axis less
+        return np.concatenate([p[..., None] if p.ndim < axes else p for p in parts], axis=-1)
 
 
 def load_recipe(name: str) -> ModuleType:

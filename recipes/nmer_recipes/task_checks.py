@@ -38,10 +38,11 @@ def check_spaces(env: gymnasium.Env, name: str) -> None:
         )
 
 
-def _check_observations(space: spaces.Space, name: str) -> None:
+def _check_observations(space: spaces.Space, name: str, *, entry: bool = False) -> None:
+    """Raises unless a space is a Box of shape [n], or a Dict of these and of single numbers."""
     if isinstance(space, spaces.Dict):
         for key, part in space.items():
-            _check_observations(part, f"{name}, entry {key!r},")
+            _check_observations(part, f"{name}, entry {key!r},", entry=True)
         return
     if not isinstance(space, spaces.Box):
         remedy = "turn them into a Box, or a Dict of boxes, by a wrapper"
@@ -49,13 +50,13 @@ def _check_observations(space: spaces.Space, name: str) -> None:
         remedy = "leave images out, or encode them as floats, by a wrapper"
     elif not np.issubdtype(space.dtype, np.floating):
         remedy = "turn integers into floats by a wrapper"
-    elif len(space.shape) != 1 or not space.shape[0]:
+    elif not (entry and space.shape == ()) and (len(space.shape) != 1 or not space.shape[0]):
         remedy = "flatten them by env.wrappers=[gymnasium.wrappers.FlattenObservation]"
     else:
         return
     raise UsageError(
         f"{name} has observations in {_describe(space)}, but the recipes take floats of shape [n], "
-        f"or a Dict of such; {remedy}."
+        f"or a Dict of these and of single numbers; {remedy}."
     )
 
 
