@@ -115,6 +115,13 @@ def test_the_sweeps_hold_every_value_that_the_paper_tried():
     assert len(tried) == 3 + 3 + 8 + 1 + 2 + 2
 
 
+def test_sweeps_of_values_that_the_paper_tried_run_the_version_closest_to_its_own():
+    version = {"value": "v4"}
+    for path in FILES:
+        ours = "future" in path.read_text() or "paper" not in path.read_text()
+        assert read(path)["parameters"].get("env.version") == (None if ours else version), path
+
+
 def test_every_agent_has_a_sweep_of_nmer_beside_uniform_replay():
     agents = set()
     for path in FILES:
