@@ -315,10 +315,43 @@ def test_the_pooled_table_by_hand():
     assert frame.loc["nmer", "change_percent"] == 0
     expected = np.mean([100 * (2005 - 4347) / 4347, 100 * (3252 - 3393) / 3393])
     assert frame.loc["uniform", "paper_change_percent"] == pytest.approx(expected)
-    assert list(frame["tasks"]) == [2, 2]
+    assert list(frame["tasks"].dropna()) == [2, 2]
     told = []
     notices.tell_about_comparison(comparison, told.append)
     assert "nmer has 3 to 4 seeds a task; the first 3" in told[0]
+
+
+def test_methods_that_the_paper_quotes_have_its_change_and_ours():
+    """The paper's Table 2, from runs of NMER alone."""
+    scores = {"Ant": 2000, "HalfCheetah": 8000, "Hopper": 3000, "Walker2d": 4000}
+    runs = []
+    for env, score in scores.items():
+        runs += constant_runs([score] * 3, env__name=env, replay_ratio=20)
+    best, equal = cells.compare(cells.make_cells(runs, fail))
+    pooled = tables.make_pooled_table(best, reps=20).set_index("method")
+    printed = {"METRPO": -82.8, "PETS": -84.8, "POPLIN-A": -87.7, "POPLIN-P": -56.9}
+    printed |= {"SUNRISE": -46.7, "nmer": 0}
+    assert dict(pooled["paper_change_percent"]) == pytest.approx(printed, abs=0.11)
+    assert set(pooled["change_tasks"]) == set(pooled["paper_change_tasks"]) == {4}
+    means = {env: paper.quoted(env)["SUNRISE"].mean for env in scores}
+    changes = [100 * (means[env] - score) / score for env, score in scores.items()]
+    assert pooled["change_percent"]["SUNRISE"] == pytest.approx(np.mean(changes))
+    table = tables.make_table(best, reps=20)
+    shown = table.set_index(["env", "method"]).loc["Walker2d", "METRPO"]
+    assert (shown["change_percent"], shown["paper_change_percent"]) == (-100, -100)
+    header, rows = text.show_table(table)
+    line = next(row for row in rows if row[0] == "Ant" and row[2] == "POPLIN-P")
+    assert line[header.index("Δ NMER")] == "+16.5 %"
+    assert line[header.index("paper's Δ NMER")] == "-46.4 %"
+    assert text.show_glance(table, pooled.reset_index())[0] == ["environment", "nmer"]
+    # Quoted methods have no replay ratio, so they are not compared at an equal one.
+    assert list(tables.make_pooled_table(equal, reps=20)["method"]) == ["nmer"]
+    runs += constant_runs([1] * 3, env__name="Ant", env__version="v4", replay_ratio=20)
+    both = tables.make_pooled_table(one_comparison(runs), reps=20).set_index("method")
+    assert dict(both.loc["SUNRISE", ["change_tasks", "paper_change_tasks"]]) == {
+        "change_tasks": 3,  # not on Ant, where two versions were run
+        "paper_change_tasks": 4,
+    }
 
 
 def test_two_seeds_have_neither_a_probability_nor_a_normalized_score():
@@ -873,7 +906,9 @@ def test_the_whole_report(tmp_path, capsys):
     assert cell["std"] == pytest.approx(np.std(scores, ddof=1))
     assert f"{np.mean(scores):.0f} ± {np.std(scores, ddof=1):.0f}" in page
     assert cell["replay_ratio"] == 20
-    assert len(pd.read_csv(out / "pooled.csv")) == 4
+    pooled = pd.read_csv(out / "pooled.csv")
+    assert set(pooled[pooled["seeds"].isna()]["method"]) == set(paper.quoted("Hopper"))
+    assert pooled["seeds"].notna().sum() == 4
     assert set(pd.read_csv(out / "paired.csv")["method"]) == {"nmer"}
     settings = pd.read_csv(out / "settings.csv")
     assert len(settings) == 6

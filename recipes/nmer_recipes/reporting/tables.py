@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -39,11 +39,35 @@ def make_table(comparison: Comparison, *, reps: int = REPS) -> pd.DataFrame:
             for method in comparison.methods if task.env == env else ():
                 if (cell := comparison.cell(task, method)) is not None:
                     rows.append(_row(comparison, cell, reps))
-        budgets = {task.frames for task in comparison.tasks if task.env == env}
-        for method, figure in paper.quoted(env).items() if paper.FRAMES in budgets else ():
-            place = Task(comparison.agent, env, "", paper.FRAMES)
-            rows.append(_place(comparison, place, method) | _printed(figure))
+        for method, figure in _quoted(comparison, env).items():
+            row = _place(comparison, Task(comparison.agent, env, "", paper.FRAMES), method)
+            ours, theirs = _quoted_changes(comparison, env, figure)
+            changes = {"change_percent": ours, "paper_change_percent": theirs}
+            rows.append(row | _printed(figure) | changes)
     return pd.DataFrame(rows)
+
+
+def _quoted(comparison: Comparison, env: str) -> dict[str, paper.Figure]:
+    """Returns the results on an environment that the paper quotes, if its budget was run."""
+    budgets = {task.frames for task in comparison.tasks if task.env == env}
+    return paper.quoted(env) if paper.FRAMES in budgets else {}
+
+
+def _quoted_changes(comparison: Comparison, env: str, figure: paper.Figure) -> tuple[float, float]:
+    """Returns the change of a quoted result in percent against our NMER and the paper's.
+
+    It is NaN at equal replay ratio, since quoted results have no replay ratio. It is also NaN
+    against our NMER if that was run on several versions of the task.
+    """
+    tasks = [task for task in comparison.tasks if (task.env, task.frames) == (env, paper.FRAMES)]
+    if comparison.name != "best":
+        return math.nan, math.nan
+    cells = [cell for task in tasks if (cell := comparison.cell(task, "nmer"))]
+    reference = paper_figure(comparison, tasks[0], "nmer")
+    return (
+        change(figure.mean, cells[0].mean) if len(cells) == 1 else math.nan,
+        change(figure.mean, reference.mean) if reference else math.nan,
+    )
 
 
 def _place(comparison: Comparison, task: Task, method: str) -> dict[str, object]:
@@ -149,7 +173,7 @@ def has_enough(scores: dict[str, Scores]) -> bool:
 
 
 def make_pooled_table(comparison: Comparison, *, reps: int = REPS) -> pd.DataFrame:
-    """Returns a row per method, over all tasks."""
+    """Returns a row per method, over all tasks; methods that the paper quotes come last."""
     tasks, scores = pool(comparison)
     normal = normalize(scores) if scores else {}
     enough = has_enough(scores)
@@ -169,11 +193,22 @@ def make_pooled_table(comparison: Comparison, *, reps: int = REPS) -> pd.DataFra
             better = improvement(scores[method], scores["uniform"], reps=reps)
             row |= {"p_improvement": better.value}
             row |= {"p_low": better.low, "p_high": better.high}
-        ours, theirs = _changes(comparison, method)
-        row |= {"change_percent": _mean(ours), "change_tasks": len(ours)}
-        row |= {"paper_change_percent": _mean(theirs), "paper_change_tasks": len(theirs)}
-        rows.append(row)
-    return pd.DataFrame(rows)
+        rows.append(row | _mean_changes(*_changes(comparison, method)))
+    return pd.DataFrame(rows + _pool_quoted(comparison))
+
+
+def _pool_quoted(comparison: Comparison) -> list[dict[str, object]]:
+    """Returns a row per method that the paper quotes, with its mean changes only."""
+    changes: dict[str, list[tuple[float, float]]] = {}
+    for env in dict.fromkeys(task.env for task in comparison.tasks):
+        for method, figure in _quoted(comparison, env).items():
+            changes.setdefault(method, []).append(_quoted_changes(comparison, env, figure))
+    place = {"comparison": comparison.name, "algorithm": comparison.agent.key}
+    rows = [
+        place | {"method": method} | _mean_changes(*map(_known, zip(*pairs, strict=True)))
+        for method, pairs in changes.items()
+    ]
+    return [row for row in rows if row["change_tasks"] or row["paper_change_tasks"]]
 
 
 def _changes(comparison: Comparison, method: str) -> tuple[list[float], list[float]]:
@@ -186,7 +221,20 @@ def _changes(comparison: Comparison, method: str) -> tuple[list[float], list[flo
         figure, reference = (paper_figure(comparison, task, name) for name in (method, "nmer"))
         if cell is not None and figure is not None and reference is not None:
             theirs.append(change(figure.mean, reference.mean))
-    return [c for c in ours if not math.isnan(c)], [c for c in theirs if not math.isnan(c)]
+    return _known(ours), _known(theirs)
+
+
+def _known(values: Iterable[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]
+
+
+def _mean_changes(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, object]:
+    return {
+        "change_percent": _mean(ours),
+        "change_tasks": len(ours),
+        "paper_change_percent": _mean(theirs),
+        "paper_change_tasks": len(theirs),
+    }
 
 
 def _mean(values: Sequence[float]) -> float:

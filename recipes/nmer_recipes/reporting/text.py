@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 
 import pandas as pd
 
@@ -15,8 +16,9 @@ Text = tuple[list[str], list[list[str]]]  # a header, and rows with as many entr
 
 def show_glance(table: pd.DataFrame, pooled: pd.DataFrame) -> Text:
     """Returns a row per task, a column per method, and the change in percent below."""
-    methods = list(pooled["method"])
     ours = table[table["seeds"].notna()]
+    pooled = pooled[pooled["method"].isin(ours["method"])]  # without quoted methods
+    methods = list(pooled["method"])
     rows = []
     for (env, version, frames), group in ours.groupby(["env", "version", "frames"], sort=False):
         entries = {row["method"]: row for row in group.to_dict("records")}
@@ -43,9 +45,8 @@ def show_table(frame: pd.DataFrame) -> Text:
         env = f"{row['env']}-{row['version']}" if row["version"] else row["env"]
         printed = _plus_minus(row.get("paper_mean"), row.get("paper_std"), "{:.0f}")
         if _missing(row.get("mean")):  # quoted
-            rows.append(
-                [env, f"{row['frames']:,}", row["method"], *[NONE] * 3, printed, *[NONE] * 6]
-            )
+            line = [env, f"{row['frames']:,}", row["method"], *[NONE] * 3, printed, NONE, NONE]
+            rows.append([*line, *_show_changes(row), NONE, NONE])
             continue
         seeds = int(row["seeds"])
         rows.append(
@@ -59,13 +60,17 @@ def show_table(frame: pd.DataFrame) -> Text:
                 printed,
                 _interval(row["iqm"], row["iqm_low"], row["iqm_high"]),
                 _format(row.get("p_improvement"), "{:.2f}"),
-                _format(row.get("change_percent"), "{:+.1f} %"),
-                _format(row.get("paper_change_percent"), "{:+.1f} %"),
+                *_show_changes(row),
                 NONE if _missing(row["seconds_per_run"]) else duration(row["seconds_per_run"]),
                 _format(row["updates_per_second"], "{:.0f}"),
             ]
         )
     return header, rows
+
+
+def _show_changes(row: dict[Hashable, float]) -> list[str]:
+    changes = (row.get("change_percent"), row.get("paper_change_percent"))
+    return [_format(change, "{:+.1f} %") for change in changes]
 
 
 def show_paired_table(frame: pd.DataFrame, *, by_seed: bool = True) -> Text:
