@@ -515,6 +515,18 @@ def test_searches_that_do_not_serve_a_product_are_refused(search):
         NeighborPairSampler(search=search, metric=ProductNorm())
 
 
+def test_the_nearest_row_by_the_product_may_be_far_in_state():
+    rows = make_transitions(40)
+    rows["observation"][:3], rows["action"][:3] = 0.0, 0.0
+    rows["observation"][1], rows["action"][1] = 1e-3, 1e-3  # near to the first in both
+    rows["observation"][2] = 3.0  # far from it, with the same action
+    for metric, nearest in ((Euclidean(), 1), (ProductNorm(), 2)):
+        buffer = make_buffer(metric, k=1)
+        buffer.extend(rows)
+        found = buffer.sampler.neighbors(buffer.storage, torch.tensor([0]), 1)
+        assert found.item() == nearest
+
+
 def test_a_product_needs_both_factors():
     for keys in (["observation"], ["action"]):
         with pytest.raises(ValueError, match="at least one other"):

@@ -183,6 +183,13 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
         checkpoint.Checkpoint(tmp_path).load()
 
 
+def test_contact_forces_give_ant_as_many_observations_as_in_the_paper():
+    options = ["env=Ant", "env.version=v4"]
+    for more, size in (([], 27), (["env.kwargs.use_contact_forces=true"], 111)):
+        cfg = make_config("td3", *options, *more)
+        assert envs.make_env(cfg.env).observation_space.shape == (size,)
+
+
 @pytest.mark.parametrize(
     ("name", "version"),
     [*((name, None) for name in TASKS), ("Ant", "v4"), ("Humanoid", "v4")],
