@@ -93,9 +93,10 @@ def leaves(transform: Any) -> Iterator[Any]:
 
 
 def writes_last(transform: Transform) -> bool:
-    """Returns whether rows are stored as this transform returns them: it is its buffer's first.
+    """Returns whether rows are stored as this transform returns them.
 
-    When rows are written, they pass through the transforms from the last to the first.
+    When rows are written, they pass through the transforms from the last to the first, so this is
+    true for the buffer's first transform.
     """
     return next(transforms_beside(transform)) is transform
 
@@ -302,7 +303,7 @@ def set_priority_powers(sampler: PrioritizedSampler, powers: Tensor, largest: Te
     if len(index):
         sampler._sum_tree[index] = values
         sampler._min_tree[index] = values
-    # The second value is its position, which matters only if the maximum is of the stored rows.
+    # The second value is its position, which matters only for a maximum over the stored rows.
     sampler._max_priority = (largest.to(sampler.device), torch.tensor(0))
 
 

@@ -141,9 +141,9 @@ def make_replay_buffer(
     _check_common(batch_size, storage, transform, prefetch, pin_memory, shared, generator)
     if getattr(transform, "folds", False):
         raise ValueError(
-            f"transform={transform!r} folds pairs, which the buffer of {method!r} either does "
-            "itself or does not draw; leave it out, or compose a TensorDictReplayBuffer of a pair "
-            "sampler and this fold."
+            f"transform={transform!r} folds pairs, but the buffer of {method!r} either folds pairs "
+            "itself or does not draw pairs; leave it out, or build a TensorDictReplayBuffer with a "
+            "pair sampler and this fold."
         )
     capacity = _check_capacity(capacity, storage)
     sampler = chosen.make_sampler(capacity)
@@ -175,8 +175,8 @@ def _refuse_options(method: Method[Any], options: Mapping[str, Any]) -> None:
     """Raises an error if options were given together with a method object."""
     for name, value in options.items():
         raise TypeError(
-            f"{name}={value!r} was given beside the object {method!r}; give it to the object, as "
-            f"in {type(method).__name__}({name}={value!r}, ...)."
+            f"{name}={value!r} was given together with the object {method!r}; pass it to the "
+            f"object, as in {type(method).__name__}({name}={value!r}, ...)."
         )
 
 
@@ -231,8 +231,8 @@ def _check_capacity(capacity: int | None, storage: Storage | None) -> int:
     _check_rows("capacity", capacity)
     if storage is not None and storage.max_size != capacity:
         raise ValueError(
-            f"capacity={capacity}, but the storage holds {storage.max_size} rows; remove `capacity`"
-            " or make them agree."
+            f"capacity={capacity}, but the storage has room for {storage.max_size} rows; remove "
+            "`capacity`, or make the two equal."
         )
     return capacity
 
@@ -250,7 +250,7 @@ def _make_storage(
         return PairStorage(capacity, device=place)
     if device is not None:
         raise ValueError(
-            f"device={device!r} has no effect on a given storage; remove it, and make the storage "
-            "on that device."
+            f"device={device!r} has no effect if `storage` is given; remove it, and create the "
+            "storage on that device."
         )
     return storage

@@ -58,14 +58,14 @@ def check_anchors(unit: SampleUnit, buffer: ReplayBuffer) -> None:
     name = type(sampler).__name__
     if isinstance(sampler, SliceSampler):
         raise TypeError(
-            f"{name} draws slices of episodes, whose rows no longer follow each other once "
-            f"{type(unit).__name__} pairs and a fold mixes them; use a sampler that draws single "
-            "rows, such as RandomSampler."
+            f"{name} draws slices of episodes, and mixing pairs from {type(unit).__name__} would "
+            "break their temporal order; use a sampler that draws single rows, such as "
+            "RandomSampler."
         )
     if hasattr(sampler, "draws"):
         raise TypeError(
-            f"{name} draws {sampler.draws} already, and {type(unit).__name__} would pair them "
-            "again; leave out one of the two."
+            f"{name} already draws {sampler.draws}, and {type(unit).__name__} would pair them "
+            "again; remove one of the two."
         )
 
 
@@ -83,8 +83,8 @@ def check_folded(part: Sampler | SampleUnit, buffer: ReplayBuffer) -> None:
         draws = getattr(part, "draws", "several rows for each anchor")
         raise TypeError(
             f"{name} draws {draws}, but no transform of the {type(buffer).__name__} folds them to "
-            f"one row each (its transforms: {found}); add a fold such as PairMixup(0.75), or leave "
-            f"{name} out. To get the rows as they are drawn, pass transform=lambda batch: batch."
+            f"one row each (its transforms: {found}); add a fold such as PairMixup(0.75), or "
+            f"remove {name}. To get the drawn rows unchanged, pass transform=lambda batch: batch."
         )
 
 
@@ -93,15 +93,15 @@ def find_geometry(fold: Transform) -> Any:
     buffer = _compat.buffer_that_draws()
     if buffer is None:
         raise RuntimeError(
-            f"{type(fold).__name__} measures by the sampler of the buffer that draws, but none "
-            "does; sample from a buffer, or give `geometry`."
+            f"{type(fold).__name__} uses the metric of its buffer's sampler, but it was called "
+            "outside of a buffer's `sample()`; sample from a buffer, or give `geometry`."
         )
     parts = (*_compat.samplers_before(buffer, fold), _compat.unit_of(buffer))
     found = [part for part in parts if hasattr(part, "embed")]
     if len(found) != 1:
         raise TypeError(
-            f"{type(fold).__name__} measures by the metric of one sampler of neighbours, but "
-            f"{_name_draw(buffer)} draw for it; use NeighborhoodSampler, or "
+            f"{type(fold).__name__} uses the metric of exactly one neighbor sampler, but its "
+            f"buffer draws with {_name_draw(buffer)}; use NeighborhoodSampler, or "
             "sample_unit=Neighborhoods(), or give `geometry`."
         )
     return found[0]
@@ -117,9 +117,9 @@ def check_spread(transform: Transform, spread: Any) -> None:
     samplers = [] if buffer is None else _compat.samplers_before(buffer, transform)
     if buffer is not None and any(getattr(s, "spread", None) is not spread for s in samplers):
         raise ValueError(
-            f"spread of {type(transform).__name__} belongs to another sampler, not to the "
-            f"{_name_draw(buffer)} of this buffer, so it would measure other rows. Create it with "
-            "the sampler of this buffer."
+            f"The spread of {type(transform).__name__} belongs to another sampler, not to the "
+            f"{_name_draw(buffer)} of this buffer, so it describes other rows; use a SpreadSampler "
+            "in this buffer, and pass `spread=sampler.spread` of that sampler."
         )
 
 
@@ -147,7 +147,7 @@ def check_drawn(fold: Transform, batch: TensorDictBase, takes: str) -> None:
     if buffer is None:
         return
     raise TypeError(
-        f"{type(fold).__name__} folds {takes}, but the batch that reaches it has shape "
+        f"{type(fold).__name__} folds {takes}, but it received a batch of shape "
         f"{tuple(batch.shape)}, drawn by {_name_draw(buffer)}; {_remedy(batch, buffer)}"
     )
 
@@ -164,11 +164,11 @@ def _remedy(batch: TensorDictBase, buffer: ReplayBuffer) -> str:
     drawn = any(hasattr(part, "draws") for part in parts)
     if drawn and batch.ndim >= 2:
         return (
-            "use NeighborhoodMixup for whole neighborhoods, or draw pairs by NeighborPairSampler "
+            "use NeighborhoodMixup for whole neighborhoods, or draw pairs with NeighborPairSampler "
             "or sample_unit=NeighborPairs()."
         )
     if drawn:
-        return "keep one fold, and no transform before it that folds or flattens pairs."
+        return "use a single fold, and no transform before it that folds or flattens pairs."
     if _compat.ignores_units(buffer):
         return (
             "ReplayBufferEnsemble ignores the sample_unit of its members. Give each a sampler that "
@@ -176,5 +176,5 @@ def _remedy(batch: TensorDictBase, buffer: ReplayBuffer) -> str:
         )
     return (
         "use a sampler that draws pairs, such as NeighborPairSampler, add "
-        "sample_unit=NeighborPairs() beside the sampler, or leave the fold out."
+        "sample_unit=NeighborPairs() to the buffer, or leave the fold out."
     )

@@ -46,8 +46,8 @@ class GaussianProcess:
         POSITIVE("noise_variance", self.noise_variance)
         if not 0 < self.max_variance <= 1:
             raise ValueError(
-                f"max_variance={self.max_variance!r}, but it is a share of the variance that "
-                "outputs have before any is known: above 0, and 1 to use every prediction."
+                f"max_variance={self.max_variance!r} is out of range; give a share of the prior "
+                "variance of the outputs, above 0 and at most 1 (1 uses every prediction)."
             )
 
     def predict(self, points: Tensor, outputs: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,10 @@ def as_keys(keys: Sequence[NestedKey] | str, name: str) -> tuple[NestedKey, ...]
     try:
         keys = (keys,) if isinstance(keys, str) else tuple(keys)
     except TypeError:
-        raise TypeError(f"`{name}` is {keys!r}, but it is a sequence of keys.") from None
+        raise TypeError(
+            f"`{name}` is {keys!r}, which is not a sequence of keys; "
+            'give a list such as ["observation", ("next", "reward")].'
+        ) from None
     keys = tuple(tuple(key) if isinstance(key, list) else key for key in keys)
     for key in keys:
         parts = (key,) if isinstance(key, str) else key
@@ -61,7 +64,7 @@ def as_roles(keys: Sequence[NestedKey], value_keys: Sequence[NestedKey]) -> Role
     observations = tuple(key for key in keys if next_key(key) in value_keys)
     if not observations:
         raise ValueError(
-            f"No entry of `keys`, {keys}, is an observation, that is, has its ('next', ...) among "
+            f"No entry of `keys`, {keys}, is an observation, which needs ('next', key) in "
             f"`value_keys`, {value_keys}; name both the observation and the next observation."
         )
     following = tuple(next_key(key) for key in observations)
@@ -86,8 +89,8 @@ def get_entry(data: TensorDictBase, key: NestedKey) -> Tensor:
         raise KeyError(f"There is no entry {key!r}; the entries are {known}.")
     if not isinstance(entry, Tensor):
         raise ValueError(
-            f"{key!r} is not a tensor but a {type(entry).__name__}; name what is in it by a tuple "
-            f"within the sequence of keys, such as [({key!r}, ...)] for a nested entry."
+            f"{key!r} is a {type(entry).__name__}, not a tensor; to name a tensor inside a nested "
+            f"entry, put a tuple into the list of keys, as in [({key!r}, ...)]."
         )
     return entry
 
@@ -99,7 +102,7 @@ def get_continuous(data: TensorDictBase, key: NestedKey, argument: str) -> Tenso
         raise ValueError(
             f"Only continuous entries can be mixed or measured, but {key!r} is {entry.dtype}; "
             f"leave it out of `{argument}`, or convert it to a floating-point dtype if it is a "
-            f"quantity. For a discrete action, mix only rows that agree in it: "
+            f"quantity. For a discrete action, mix only rows in which it is equal: "
             f"gates=[Same({key!r})]."
         )
     return entry
@@ -160,7 +163,7 @@ def _call_feature(feature: Callable[[TensorDictBase], Tensor], rows: TensorDictB
         kind = type(features).__name__
         found = f"{features.dtype} {tuple(features.shape)}" if kind == "Tensor" else kind
         raise ValueError(
-            f"The feature function returned {found} for {len(rows)} rows, but it is to return "
+            f"The feature function returned {found} for {len(rows)} rows, but it must return "
             f"floating-point points of shape ({len(rows)}, f)."
         )
     return features if features.dtype == torch.float64 else features.float()

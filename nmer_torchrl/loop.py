@@ -1,9 +1,9 @@
-"""Functions with which a training loop informs a replay buffer, besides writing rows.
+"""Passes the events of a training loop to a replay buffer.
 
-Most methods need none of them. `synchronize` and `finish_episode` call the method of that name of
-the buffer's sampler and of its pairing, if they have one. `report_errors` calls the sampler's
-`update_priority`. A loop that calls these functions works with every method, and your own sampler
-takes part if it has such a method.
+Most methods need none of these functions. `synchronize` and `finish_episode` call the method of the
+same name of the buffer's sampler and of its pairing, if they have one. `report_errors` calls the
+sampler's `update_priority`. A loop that calls these functions works with every method. They also
+work with your own sampler if it has these methods.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from torchrl.data import TensorDictReplayBuffer
 from nmer_torchrl.functional import mix
 from nmer_torchrl.samplers import PrioritizedNeighborPairSampler
 
-_REMEDY = "fold pairs by a transform that writes it, such as PairMixup, and keep it in the batch"
+_REMEDY = "fold pairs with a transform that writes it, such as PairMixup, and keep it in the batch"
 
 
 class PairPrioritizedReplayBuffer(TensorDictReplayBuffer):
     """A `TensorDictReplayBuffer` that updates the priorities of both rows of a mixed pair.
 
-    Its sampler is a `PrioritizedNeighborPairSampler`, and its transform a fold that writes
+    Its sampler is a `PrioritizedNeighborPairSampler`, and its transform is a fold that writes
     `"mixup_weight"`, such as `PairMixup`. The arguments are those of `TensorDictReplayBuffer`.
 
     - A batch has one importance weight for each mixed row, `"priority_weight"` of shape `[B]`:
@@ -99,7 +99,7 @@ class PairPrioritizedReplayBuffer(TensorDictReplayBuffer):
         Rows whose `"index"` is `[B]`, such as the index that `extend` returns, are not pairs: they
         get the error itself, as in TorchRL.
         """
-        index = _entry(data, "index", "give a batch as `sample()` returned it")
+        index = _entry(data, "index", "pass a batch that `sample()` returned")
         if index.shape == data.shape and data.ndim < 2:
             super().update_tensordict_priority(data)
             return
@@ -108,12 +108,13 @@ class PairPrioritizedReplayBuffer(TensorDictReplayBuffer):
         if index.shape != (*data.shape, 2):
             raise ValueError(
                 f"'index' has shape {tuple(index.shape)} in a batch of shape {tuple(data.shape)}; "
-                "pairs have one more dimension of size 2, as in what `sample()` returns."
+                "for pairs it has one more dimension, of size 2. Pass a batch that `sample()` "
+                "returned."
             )
         sampler = self.sampler
         if not isinstance(sampler, PrioritizedNeighborPairSampler):
             raise TypeError(
-                f"The sampler is a {type(sampler).__name__}, which has no priorities of pairs; "
+                f"The sampler is a {type(sampler).__name__}, which keeps no priorities of pairs; "
                 "use a PrioritizedNeighborPairSampler."
             )
         sampler.update_pairs(index.reshape(-1, 2), weight, priority, storage=self.storage)
@@ -122,7 +123,7 @@ class PairPrioritizedReplayBuffer(TensorDictReplayBuffer):
 def _entry(data: TensorDictBase, key: NestedKey, remedy: str) -> Tensor:
     entry = data.get(key, None)
     if entry is None:
-        raise KeyError(f"Priorities need the entry {key!r}, which the batch lacks; {remedy}.")
+        raise KeyError(f"The batch has no entry {key!r}, which priorities of pairs need; {remedy}.")
     return entry
 
 

@@ -21,8 +21,9 @@ class PairStorage(LazyTensorStorage):
     The results are the same. Each entry is gathered with `index_select`. For `[B, 2]` positions of
     a pair sampler it gathers all anchors first and then all partners, so that both are contiguous
     for the fold. A single row is copied entry by entry. Rows are read and written under a lock that
-    processes share, so that no row is read while `buffer[i] = row`, for which the buffer takes no
-    such lock, writes it in another process. `make_replay_buffer` uses this storage by default.
+    processes share. The buffer itself takes no such lock for `buffer[i] = row`, so another process
+    could otherwise read the row while it is written. `make_replay_buffer` uses this storage by
+    default.
 
     Examples:
         >>> import torch
@@ -45,10 +46,10 @@ class PairStorage(LazyTensorStorage):
             if isinstance(index, Tensor) and type(data) is TensorDict and len(self):
                 if index.ndim == 2:
                     return _read_pairs(data, index.T, index.T.reshape(-1))
-                # Elsewhere, a position out of range could only be seen by waiting for the device.
+                # On other devices, detecting a position out of range would wait for the device.
                 simple = index.ndim == data.ndim == 1 and index.dtype is torch.long
                 if simple and index.device.type == "cpu":
-                    with suppress(IndexError, RuntimeError):  # which TorchRL handles or explains
+                    with suppress(IndexError, RuntimeError):  # TorchRL handles or explains them
                         return _read_rows(data, index, len(self))
             return super().get(index)
 

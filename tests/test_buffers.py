@@ -236,7 +236,7 @@ def test_unknown_kinds_and_searches_list_the_known():
         ({"capacity": 0}, "capacity=0"),
         ({"capacity": 1e3}, "capacity=1000.0"),
         ({"batch_size": -1}, "batch_size=-1"),
-        ({"storage": LazyTensorStorage(50)}, "capacity=100, but the storage holds 50"),
+        ({"storage": LazyTensorStorage(50)}, "capacity=100, but the storage has room for 50"),
         ({"storage": LazyTensorStorage(100), "device": "cpu"}, "device='cpu'"),
         ({"storage": LazyTensorStorage(100, ndim=2)}, "ndim=2"),
         ({"device": "gpu"}, "device='gpu' is not a valid device"),

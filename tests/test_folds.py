@@ -338,7 +338,9 @@ def test_entries_that_are_not_continuous_or_not_there_are_named(case, stored):
         use(case.of(["identity"]))
     with pytest.raises(KeyError, match=r"'obs'.*'action'.*'observation'"):
         use(case.of(["obs"]))
-    with pytest.raises(ValueError, match=r"'next' is not a tensor.*\[\('next', ...\)\]"):
+    with pytest.raises(
+        ValueError, match=r"'next' is a TensorDict, not a tensor.*\[\('next', ...\)\]"
+    ):
         use(case.of(("next", "action")))
     if case.takes("terminated_key"):
         with pytest.raises(KeyError, match=r"'ended'.*'terminated'"):

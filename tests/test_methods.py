@@ -90,7 +90,9 @@ def test_a_method_refuses_values_before_there_is_a_buffer(make_wrong, words):
 
 
 def test_options_beside_an_object_are_refused():
-    with pytest.raises(TypeError, match=r"k=3 was given beside the object NMER\(.*NMER\(k=3, "):
+    with pytest.raises(
+        TypeError, match=r"k=3 was given together with the object NMER\(.*NMER\(k=3, "
+    ):
         make(NMER(), k=3)
 
 

@@ -553,7 +553,7 @@ def test_what_is_no_metric_is_refused():
 def test_what_is_no_feature_is_named(feature):
     buffer = make_buffer(FeatureSpace(feature))
     buffer.extend(correlated(5))
-    with pytest.raises(ValueError, match=r"for 5 rows, but it is to return .* \(5, f\)"):
+    with pytest.raises(ValueError, match=r"for 5 rows, but it must return .* \(5, f\)"):
         buffer.sample()
 
 

@@ -131,7 +131,7 @@ WRONG = {
     ),
     "PairMixup twice": (
         lambda **o: compose(NeighborPairSampler(), PairMixup(), PairMixup(), **o),
-        r"drawn by NeighborPairSampler; keep one fold",
+        r"drawn by NeighborPairSampler; use a single fold",
     ),
     "PairMixup, neighborhoods": (
         lambda **o: compose(NeighborhoodSampler(k=3), PairMixup(), **o),
@@ -152,13 +152,13 @@ WRONG = {
     ),
     "Gaussian process without a metric": (
         lambda **o: compose(RandomPairSampler(), GaussianProcessMixup(), **o),
-        r"GaussianProcessMixup measures by the metric of one sampler of neighbours",
+        r"GaussianProcessMixup uses the metric of exactly one neighbor sampler",
     ),
     "noise by the spread of another sampler": (
         lambda **o: compose(
             SpreadSampler(), GaussianNoise(spread=other(SpreadSampler).spread), **o
         ),
-        r"spread of GaussianNoise belongs to another sampler",
+        r"The spread of GaussianNoise belongs to another sampler",
     ),
 }
 
@@ -333,9 +333,12 @@ def test_a_single_gate_is_refused_with_what_to_do():
 @pytest.mark.parametrize(
     ("transform", "words"),
     [
-        ([PairMixup(), ExcludeTransform("mixup_weight")], "'mixup_weight', which the batch lacks"),
-        ([lambda pairs: pairs[:, 0]], "'mixup_weight', which the batch lacks; fold pairs by"),
-        ([NeighborhoodMixup()], "each row needs one number; fold pairs by a transform"),
+        (
+            [PairMixup(), ExcludeTransform("mixup_weight")],
+            "no entry 'mixup_weight', which priorities",
+        ),
+        ([lambda pairs: pairs[:, 0]], "no entry 'mixup_weight', which .* need; fold pairs with"),
+        ([NeighborhoodMixup()], "each row needs one number; fold pairs with a transform"),
     ],
     ids=["left out", "never written", "of a neighborhood"],
 )
@@ -540,7 +543,9 @@ def test_one_fold_over_several_samplers_has_no_metric_of_its_own():
     ensemble = ReplayBufferEnsemble(
         *members, sample_from_all=True, batch_size=16, transform=GaussianProcessMixup()
     )
-    with pytest.raises(TypeError, match="NeighborhoodSampler and NeighborhoodSampler draw for it"):
+    with pytest.raises(
+        TypeError, match="draws with NeighborhoodSampler and NeighborhoodSampler; use"
+    ):
         ensemble.sample()
 
 

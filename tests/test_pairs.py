@@ -305,7 +305,7 @@ def test_pairs_are_not_paired_again(unit):
     buffer = make(unit, NeighborPairSampler())
     buffer.extend(episode())
     with pytest.raises(
-        TypeError, match=r"NeighborPairSampler draws pairs.*leave out one of the two"
+        TypeError, match=r"NeighborPairSampler already draws pairs.*remove one of the two"
     ):
         buffer.sample()
 
@@ -315,7 +315,7 @@ def test_two_folds_beside_a_unit_are_refused(unit):
     buffer = make(unit, transform=Compose(PairMixup(), PairMixup()))
     buffer.extend(episode())
     with pytest.raises(
-        TypeError, match=rf"RandomSampler with {type(unit).__name__}; keep one fold"
+        TypeError, match=rf"RandomSampler with {type(unit).__name__}; use a single fold"
     ):
         buffer.sample()
 
@@ -333,7 +333,7 @@ def test_a_measure_is_that_of_the_unit_of_the_same_buffer():
     right.sample()
     wrong = make(RandomPairs(), transform=GaussianProcessMixup())
     wrong.extend(episode())
-    with pytest.raises(TypeError, match="RandomSampler with RandomPairs draw for it"):
+    with pytest.raises(TypeError, match="draws with RandomSampler with RandomPairs; use"):
         wrong.sample()
 
 

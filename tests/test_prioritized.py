@@ -629,7 +629,7 @@ def batch_without(key):
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        (batch_without("index"), r"'index'.*as `sample\(\)` returned it"),
+        (batch_without("index"), r"'index'.*pass a batch that `sample\(\)` returned"),
         (batch_without("mixup_weight"), "'mixup_weight'.*such as PairMixup"),
         (batch_without("td_error"), "'td_error'.*write one TD error for each row"),
     ],
