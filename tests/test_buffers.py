@@ -143,7 +143,7 @@ def test_each_kind_samples_rows(kind):
 )
 def test_an_argument_without_use_is_refused(kind, option):
     (name,) = option
-    with pytest.raises(ValueError, match=f"'{kind}' buffer has no use for {name}="):
+    with pytest.raises(ValueError, match=f"'{kind}' does not accept {name}="):
         make(kind, **option)
 
 
@@ -200,7 +200,7 @@ def test_the_regression_by_its_numbers():
         ("nmer", {"metric": "cosine"}, "metric 'cosine'; .* euclidean, mahalanobis, product"),
         ("nmer", {"metric": {"mahalanobis": {"alpha": 1}}}, "mahalanobis.*'alpha'"),
         ("nmer", {"metric": 3}, "metric=3 is not valid; give one of"),
-        ("nmer", {"metric": "product", "search": "graph"}, "does not serve ProductNorm"),
+        ("nmer", {"metric": "product", "search": "graph"}, "does not support ProductNorm"),
         ("gp", {"metric": "product"}, "use 'euclidean' or 'mahalanobis'"),
         ("nmer", {"interpolation": "cubic"}, "'cubic'; the known ones are beta, uniform, mean"),
         ("nmer", {"interpolation": "mean", "alpha": 0.5}, "'mean' ignores alpha=0.5; remove one"),
@@ -214,7 +214,7 @@ def test_the_regression_by_its_numbers():
         ("nmer", {"max_distance": -1.0}, "max_distance=-1.0 is out of range"),
         ("nmer", {"max_distance": "far"}, "max_distance='far'"),
         ("nmer", {"max_distance": {"share": 0.9}}, "max_distance={'share': 0.9}"),
-        ("tuned_ct", {"fraction": 0.5}, "'tuned_ct' buffer has no use for fraction=0.5"),
+        ("tuned_ct", {"fraction": 0.5}, "'tuned_ct' does not accept fraction=0.5"),
         ("tuned_ct", {"first_alpha": 1.5}, "first_alpha=1.5 .* above 0 and at most 1"),
     ],
 )

@@ -229,7 +229,7 @@ def test_n_step_rows_that_do_not_tell_a_terminal_target_are_refused(episodes, or
 
 def test_one_step_by_an_n_step_transform_is_refused(episodes):
     buffer = n_step_buffer(n=1)
-    with pytest.raises(ValueError, match=r"n_steps=1.*none would be mixed; leave"):
+    with pytest.raises(ValueError, match=r"n_steps=1.*no row would be mixed; leave"):
         buffer.extend(as_rows(episodes[0]))
 
 

@@ -38,7 +38,7 @@ def _double(rows):
 def refusal(kind, search, metric):
     """What the error says for a search, a metric and a method that do not go together."""
     if metric == "product" and search in ("graph", "faiss"):
-        return "does not serve ProductNorm"
+        return "does not support ProductNorm"
     if metric == "product" and kind == "gp":
         return "needs a Euclidean space"
     return None

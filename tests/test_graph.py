@@ -19,6 +19,7 @@ from soak import soak
 
 from nmer_torchrl import make_replay_buffer
 from nmer_torchrl.neighbors import NeighborGraph
+from nmer_torchrl.neighbors.graph.scaled_points import halve
 from nmer_torchrl.tracking.standardize import RunningStandardizer
 
 STREAMS = Path(__file__).parent / "data"
@@ -262,7 +263,7 @@ def assert_certificates(graph: NeighborGraph) -> None:
     distances.scatter_(1, index.unsqueeze(1), torch.inf)
     listed = graph._lists.positions[index].long()
     distances.scatter_(1, torch.where(listed < 0, index.unsqueeze(1), listed), torch.inf)
-    distances[:, graph._waits[: len(points)]] = torch.inf
+    distances[:, graph._waits[: len(points)] | ~graph.table.rows()[1]] = torch.inf
     assert (distances.amin(1) >= graph._lists.reach[index] * graph._scaled.safety()).all()
 
 
@@ -432,7 +433,7 @@ def test_round_numbers_of_float64_are_told_apart():
 
 
 def test_too_few_candidates_are_refused():
-    with pytest.raises(ValueError, match="candidates=5 leaves no room for k=10"):
+    with pytest.raises(ValueError, match="candidates=5 is less than k=10; give at least k"):
         NeighborGraph(k=10, candidates=5)
 
 
@@ -637,3 +638,43 @@ def test_a_state_of_no_use_is_left_alone(harm):
     assert graph.stats()["lists"] == 0
     index = torch.arange(len(points))
     assert recall(points, index, graph.query(index, 10, scale), scale) == 1.0
+
+
+def test_lists_of_a_table_filled_at_once_equal_brute_force():
+    points = walk(6_000, 8)  # three groups
+    points[4_000:4_200] = points[100]  # duplicates
+    points[5_000] *= 1_000  # an outlier
+    points[17] = torch.nan
+    graph, scale = NeighborGraph(k=5), torch.rand(8, dtype=torch.float64) + 0.5
+    graph.write(torch.arange(6_000), points)
+    index = torch.arange(6_000)
+    found = graph.query(index, 5, scale)
+    assert graph.stats()["built"] == 5_999
+    assert (found[17] == -1).all()
+    assert not (found == index.unsqueeze(1)).any()
+    there = index != 17
+    assert recall(points, index[there], found[there], scale) == 1
+    assert_certificates(graph)
+
+
+def test_groups_of_near_rows_hold_every_row_once():
+    points = torch.randn(1_000, 3)
+    groups = halve(points, torch.arange(1_000) + 7, 128)
+    assert all(len(group) <= 128 for group in groups)
+    assert torch.cat(groups).sort().values.equal(torch.arange(1_000) + 7)
+    spread = sum(float(points[group - 7].var(0).sum()) for group in groups) / len(groups)
+    assert spread < 0.5 * float(points.var(0).sum())
+    assert len(halve(torch.ones(300, 2), torch.arange(300), 128)) == 4  # equal points, too
+
+
+@pytest.mark.parametrize(("search", "lists"), [("graph", True), ("torch", False)])
+def test_build_builds_every_list_once(search, lists):
+    buffer = make_replay_buffer("nmer", capacity=3_000, batch_size=32, search=search)
+    buffer.extend(make_transitions(3_000))
+    seen = []
+    buffer.sampler.build(buffer.storage, progress=lambda blocks: seen.extend(blocks) or blocks)
+    assert sum(len(block) for block in seen) == (3_000 if lists else 0)
+    if lists:
+        assert buffer.sampler.unit.search.stats()["lists"] == 3_000
+        buffer.sample()
+        assert buffer.sampler.unit.search.stats()["built"] == 3_000

@@ -242,11 +242,11 @@ def test_refusals_say_why_and_what_to_do():
         manifold_error("Hopper-v5", rows)
     with pytest.raises(ValueError, match=r"batch of shape \(2, 5\).*reshape"):
         manifold_error("HalfCheetah-v5", rows.reshape(2, 5))
-    with pytest.raises(ValueError, match=r"are no range"):
+    with pytest.raises(ValueError, match=r"is not a range"):
         manifold_error("HalfCheetah-v5", rows, action_bounds=(1, 1))
     with pytest.raises(ValueError, match=r"exactly one of each"):
         manifold_error("HalfCheetah-v5", rows, keys=["observation"])
-    with pytest.raises(ValueError, match=r"no row with a finite .*`reference`"):
+    with pytest.raises(ValueError, match=r"No row has a finite .*`reference`"):
         manifold_error("HalfCheetah-v5", rows[:0])
     short = pusher.clone().set("qpos", torch.zeros(10, 3)).set("qvel", torch.zeros(10, 3))
     with pytest.raises(ValueError, match=r"6 numbers in each row, but Pusher-v5 has 22"):

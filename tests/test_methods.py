@@ -74,7 +74,7 @@ def test_every_number_refuses_booleans_and_words(name):
         (lambda: NMER(fraction=2), "fraction=2 is out of range; give a finite number at least 0"),
         (lambda: NMER(fraction="all"), "Unknown fraction 'all'; the known ones are linear"),
         (lambda: NMER(search="kdtree"), "Unknown search 'kdtree'; the known ones are auto"),
-        (lambda: NMER(metric="product", search="graph"), "does not serve ProductNorm"),
+        (lambda: NMER(metric="product", search="graph"), "does not support ProductNorm"),
         (lambda: Mixup(interpolation="delta"), "'delta'; the known ones are beta, uniform, mean"),
         (lambda: Mixup(interpolation="mean", alpha=3.0), "'mean' ignores alpha=3.0; remove one"),
         (lambda: PER(priority_beta=-1), "priority_beta=-1 is out of range"),
@@ -97,13 +97,13 @@ def test_options_beside_an_object_are_refused():
 
 
 def test_an_unknown_option_is_refused_with_the_nearest_and_the_list():
-    with pytest.raises(ValueError, match=r"'gp' buffer has no use for noise=1; did you mean noise"):
+    with pytest.raises(ValueError, match=r"'gp' does not accept noise=1; did you mean noise"):
         make("gp", noise=1)
-    with pytest.raises(ValueError, match=r"no use for capacty=9; did you mean capacity\?"):
+    with pytest.raises(ValueError, match=r"does not accept capacty=9; did you mean capacity\?"):
         make("per", capacty=9)
     with pytest.raises(ValueError, match=r"remove it. Its options are: priority_alpha, priority_b"):
         make("per", sigma=0.1)
-    with pytest.raises(ValueError, match=r"'uniform' buffer .* Its options are: none\."):
+    with pytest.raises(ValueError, match=r"'uniform' does not .* Its options are: none\."):
         make("uniform", k=3)
 
 
@@ -219,7 +219,7 @@ def test_a_path_names_a_method():
         ("my_methods.PairMixup", {}, r"my_methods.py has no method PairMixup"),
         ("my_methods.Method", {}, r"my_methods.py has no method Method"),
         ("my_methods.Closest", {"alpha": 0}, r"replay=my_methods.Closest: alpha=0 is out of range"),
-        ("my_methods.Closest", {"k": 3}, r"no use for k=3; remove it. Its options are: alpha"),
+        ("my_methods.Closest", {"k": 3}, r"does not accept k=3; remove it. Its options are: alpha"),
     ],
 )
 def test_a_path_that_names_no_method_is_refused(kind, options, words):

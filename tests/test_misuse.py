@@ -148,7 +148,7 @@ WRONG = {
     ),
     "priorities of pairs in a plain buffer": (
         lambda **o: compose(PrioritizedNeighborPairSampler(N), PairMixup(), **o),
-        r"TensorDictReplayBuffer does not update; use a PairPrioritizedReplayBuffer",
+        r"TensorDictReplayBuffer does not update them; use a PairPrioritizedReplayBuffer",
     ),
     "Gaussian process without a metric": (
         lambda **o: compose(RandomPairSampler(), GaussianProcessMixup(), **o),
@@ -229,7 +229,7 @@ def test_a_sampler_that_is_replaced_leaves_no_measure_behind():
     buffer.set_sampler(second)
     buffer.sample()
     assert len(calls) == 2  # of the rows, and of their mix
-    with pytest.raises(TypeError, match="would stay when its buffer gets another sampler"):
+    with pytest.raises(TypeError, match="would still be used after the buffer gets another one"):
         GaussianProcessMixup(geometry=second)
     buffer.set_sampler(RandomSampler())
     with pytest.raises(TypeError, match=DRAWN.format("RandomSampler")):

@@ -274,7 +274,7 @@ def test_rollouts_that_are_cut_off_need_an_end():
     first, second = make_streams(2, 10, ends=0.0), make_streams(2, 10, ends=0.0, seed=1)
     buffer = make_buffer()
     buffer.extend(first)
-    with pytest.raises(ValueError, match=r'set \("next", "done"\) of the last one to True'):
+    with pytest.raises(ValueError, match=r'set \("next", "done"\) of its last row to True'):
         buffer.extend(second)
     buffer, second["identity"][..., 1] = make_buffer(), torch.arange(10, 20)
     for part in (first, second):

@@ -283,10 +283,10 @@ def test_forms_that_logs_have_are_accepted():
 
 LOG = make_log()
 WRONG = {
-    "missing": ({"rewards": None}, "lack 'rewards'; given are 'observations', 'actions'"),
+    "missing": ({"rewards": None}, "lack 'rewards'; the given arrays are 'observations', 'actions'"),
     "length": ({"actions": np.zeros((59, 2))}, "'actions' has 59 rows, but 'observations' has 60"),
     "flags length": ({"timeouts": np.zeros(3)}, "'timeouts' has 3 rows"),
-    "width": ({"next_observations": np.zeros((60, 4))}, "has 4 numbers a row, but .* has 3"),
+    "width": ({"next_observations": np.zeros((60, 4))}, "has 4 numbers per row, but .* has 3"),
     "images": ({"observations": np.zeros((60, 8, 8, 3))}, r"shape \(60, 8, 8, 3\).*images"),
     "bytes": ({"observations": np.zeros((60, 8), np.uint8)}, "uint8.*images"),
     "discrete": ({"actions": np.zeros((60, 1), int)}, "int64.*discrete.*astype"),
@@ -296,10 +296,10 @@ WRONG = {
     "ragged": ({"observations": [[1.0], [1.0, 2.0]]}, "'observations' is not an array"),
     "scalar": ({"observations": 3.0}, r"has shape \(\); give shape"),
     "no columns": ({"actions": np.zeros((60, 0))}, r"has shape \(60, 0\); give shape"),
-    "two rewards": ({"rewards": np.zeros((60, 2))}, r"\(60, 2\); give one number a row"),
+    "two rewards": ({"rewards": np.zeros((60, 2))}, r"\(60, 2\); give one number per row"),
     "flag": ({"terminals": np.arange(60)}, "'terminals' is 2 in row 2, and 58 rows are neither"),
     "flag NaN": ({"timeouts": np.full(60, np.nan)}, "'timeouts' is nan in row 0"),
-    "flag shape": ({"terminals": np.zeros((60, 2))}, "one flag a row"),
+    "flag shape": ({"terminals": np.zeros((60, 2))}, "one flag per row"),
     "spelling": ({"timeouts": None, "timeout": np.zeros(60)}, "did you mean 'timeouts'"),
     "empty": ({name: array[:0] for name, array in LOG.items()}, "no rows; give at least one"),
     "all NaN": ({"rewards": np.full(60, np.nan)}, r"None of the 60 rows .* in rewards \(60\)"),
@@ -489,10 +489,10 @@ def test_sources_that_are_none_are_refused(tmp_path, monkeypatch):
     torch.save({"actor": torch.zeros(3)}, "policy.pt")
     for source, kind, message in (
         (3, TypeError, "source=3 is neither"),
-        ("missing.npz", FileNotFoundError, "There is no 'missing.npz'"),
-        (Path("missing"), FileNotFoundError, "There is no 'missing'"),
+        ("missing.npz", FileNotFoundError, "'missing.npz' does not exist"),
+        (Path("missing"), FileNotFoundError, "'missing' does not exist"),
         ("D4RL/hopper/medium-v0", FileNotFoundError, "minari download D4RL/hopper/medium-v0"),
-        ("empty", ValueError, "The folder empty holds none of the data"),
+        ("empty", ValueError, "The folder empty holds no data that can be loaded"),
         ("log.csv", ValueError, r"neither an \.npz nor an HDF5 file.*make_transitions"),
         ("cut.npz", ValueError, r"neither an \.npz"),
         ("cut.h5", ValueError, "cut.h5 cannot be read as HDF5"),
@@ -578,7 +578,7 @@ def test_a_minari_dataset_is_loaded_by_id_and_by_folder(write_minari):
             assert bool(row["next", "truncated"]) == (last and ends == "limit")
             number += 1
     assert number == len(made)
-    assert made.notes == ("Rows that are both terminal and a time limit: 1. They count as limits.",)
+    assert made.notes == ("Rows that are both terminal and a time limit: 1. They count as time limits.",)
     for source in (folder, folder / "data", str(folder)):
         assert_same(load_transitions(source).rows, made.rows)
     with pytest.raises(ValueError, match="part of a Minari dataset; give the dataset's folder"):
@@ -731,7 +731,7 @@ def test_a_save_takes_no_place_that_is_taken(tmp_path):
     made = make_transitions(LOG)
     (tmp_path / "empty").mkdir()
     made.save(tmp_path / "empty")
-    with pytest.raises(FileExistsError, match="exists already"):
+    with pytest.raises(FileExistsError, match="already exists"):
         make_transitions(LOG).save(tmp_path / "empty")
     assert_same(Transitions.load(tmp_path / "empty").rows, made.rows)
 

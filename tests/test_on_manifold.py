@@ -102,7 +102,7 @@ def test_tasks_without_joints_are_compared_too(tmp_path):
         ("rows=0", "rows=0, but it is an integer, at least 1"),
         ("replay_ratio=-1", "replay_ratio=-1, but it is a number, at least 0"),
         ("sizes=[]", "nothing to compare"),
-        ("+methods.mixup.k=3", "methods.mixup: .* no use for k=3"),
+        ("+methods.mixup.k=3", "methods.mixup: .* does not accept k=3"),
         ("+methods.new={kind: newest}", "methods.new: There is no replay method newest"),
         ("env.version=v0", "cannot be made"),
     ],

@@ -280,7 +280,7 @@ def test_the_warning_comes_once():
     rows = make_transitions(30)
     rows["action"][3] = torch.nan
     buffer.extend(rows)
-    with pytest.warns(UserWarning, match="said once"):
+    with pytest.warns(UserWarning, match="This warning is shown once"):
         buffer.sample()
     buffer.extend(rows)
     buffer.sample()  # a second warning would be an error
@@ -384,7 +384,7 @@ def test_a_search_that_served_before_starts_afresh_and_serves_one_sampler_only()
     second = make_buffer(NeighborPairSampler(k=5, search=search))
     second.extend(make_transitions(30, seed=2))
     assert_neighbors_of_all(second)
-    with pytest.raises(RuntimeError, match="give each sampler a search of its own"):
+    with pytest.raises(RuntimeError, match="give each sampler its own search"):
         first.sample()
     assert_neighbors_of_all(second)
 

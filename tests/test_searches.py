@@ -75,7 +75,7 @@ def test_only_the_graph_by_default_is_not_exact():
 def test_a_product_of_norms_is_served_or_refused(make):
     search, points = make(), torch.randn(200, 5)
     if not search.products:
-        with pytest.raises(ValueError, match="does not serve ProductNorm"):
+        with pytest.raises(ValueError, match="does not support ProductNorm"):
             ProductNorm().check(search, ("observation", "action"))
         return
     ProductNorm().check(search, ("observation", "action"))

@@ -183,7 +183,7 @@ def test_nothing_stored_has_scale_one():
         (lambda: RunningStandardizer(2).update(torch.zeros(3, 4)), r"\[n, 2\].*\(3, 4\)"),
         (
             lambda: RunningStandardizer(1).update(torch.zeros(1, 1), removed=torch.zeros(2, 1)),
-            "2 points are to be removed, but only 1",
+            "Cannot remove 2 points from a set of 1",
         ),
     ],
 )

@@ -213,11 +213,11 @@ def _states(simulator: Simulator, rows: TensorDictBase, names: _Names) -> Recove
     elif stored:
         states, known = np.empty((len(rows), size)), np.zeros(len(rows), dtype=bool)
     else:
-        reason = REASONS.get(task, "it is not known how its observation shows the state")
+        reason = REASONS.get(task, "the relation of its observation to its state is not known")
         raise ValueError(
-            f"The state of {env_id} cannot be had from its observation: {reason}. Store the "
-            f"positions and velocities of its joints under {names.state}, and have the buffer mix "
-            f"them, or choose one of {', '.join(RECOVERIES)}."
+            f"The state of {env_id} cannot be recovered from its observation: {reason}. Store the "
+            f"positions and velocities of its joints under {names.state}, and add these keys to "
+            f"the buffer's `value_keys`, or choose one of {', '.join(RECOVERIES)}."
         )
     if stored:
         whole = np.concatenate([_read(rows, key, None, env_id) for key in names.state], 1)
@@ -231,7 +231,7 @@ def _read(rows: TensorDictBase, key: NestedKey, size: int | None, env_id: str) -
     """Returns an entry of `[n]` rows as `[n, size]` in float64; checks the size if it is given."""
     if rows.ndim != 1:
         raise ValueError(
-            f"The transitions come in a batch of shape {tuple(rows.shape)}, but a vector of rows "
+            f"The transitions are a batch of shape {tuple(rows.shape)}, but a vector of rows "
             "is needed; give `transitions.reshape(-1)`."
         )
     entry = _double(rows, key).numpy()
@@ -249,7 +249,7 @@ def _check_size(given: int, size: int, key: NestedKey, env_id: str) -> None:
     if given != size:
         raise ValueError(
             f"{key!r} has {given} numbers in each row, but {env_id} has {size}; "
-            "give rows of that very task."
+            "give rows of that task."
         )
 
 
@@ -259,8 +259,8 @@ def _scale(rows: TensorDictBase, key: NestedKey) -> Tensor:
     entry = entry[entry.isfinite().all(1)]
     if not len(entry):
         raise ValueError(
-            f"There is no row with a finite {key!r} by whose spread errors could be measured; "
-            "give such rows as `reference`."
+            f"No row has a finite {key!r}, so errors cannot be scaled; "
+            "give rows with finite entries as `reference`."
         )
     standardizer = RunningStandardizer(entry.shape[1])
     standardizer.update(entry)

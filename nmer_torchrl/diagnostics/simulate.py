@@ -31,14 +31,15 @@ class Simulator:
         self._mujoco = hasattr(self._task, "model") and hasattr(self._task, "data")
         if not self._mujoco and not hasattr(self._task, "state"):
             raise ValueError(
-                f"{env_id} cannot be put into a given state: it is neither one of Gymnasium's "
-                "MuJoCo tasks nor one whose attribute `state` holds all there is."
+                f"The state of {env_id} cannot be set: it is neither one of Gymnasium's MuJoCo "
+                "tasks nor a task whose attribute `state` holds its whole state. Choose another "
+                "task."
             )
         space = self._task.action_space
         if space.dtype.kind != "f":
             raise ValueError(
                 f"{env_id} has actions in {space}, but only continuous ones can be mixed; "
-                "choose a task with a Box of actions."
+                "choose a task whose action space is a Box."
             )
         self._low, self._high = space.low.astype(float), space.high.astype(float)
         self._bounds = None if action_bounds is None else _check_bounds(action_bounds)
@@ -98,7 +99,7 @@ def _make_task(env_id: str) -> Any:
         import gymnasium
     except ImportError:
         raise ImportError(
-            "The on-manifold error steps Gymnasium's tasks, which are not installed; "
+            "The on-manifold error needs Gymnasium, which is not installed; "
             'run `pip install "gymnasium[mujoco]"`.'
         ) from None
     try:
@@ -117,6 +118,6 @@ def _check_bounds(bounds: tuple[float, float]) -> tuple[float, float]:
     least, greatest = (float(bound) for bound in bounds)
     if not least < greatest:
         raise ValueError(
-            f"action_bounds={bounds!r} are no range; give (least, greatest), such as (-1, 1)."
+            f"action_bounds={bounds!r} is not a range; give (least, greatest), such as (-1, 1)."
         )
     return least, greatest

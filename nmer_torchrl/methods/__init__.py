@@ -66,7 +66,7 @@ METHODS: dict[str, type[Method[Any]]] = {
     "interpolated_rewards": InterpolatedRewards,
     "ero": ERO,
 }
-"""The methods by the names that `make_replay_buffer` and the recipes know them by."""
+"""The methods, by the names that `make_replay_buffer` and the recipes accept."""
 
 
 def make_method(
@@ -85,14 +85,14 @@ def make_method(
         >>> make_method("uniform", {"k": 3})
         Traceback (most recent call last):
         ...
-        ValueError: A 'uniform' buffer has no use for k=3; remove it. Its options are: none.
+        ValueError: The method 'uniform' does not accept k=3; remove it. Its options are: none.
     """
     name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
     found = METHODS.get(method) if isinstance(method, str) else method
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise ValueError(
-            f"Unknown method {method!r}; the known ones are {', '.join(METHODS)}. For another, "
-            "give a Method object."
+            f"Unknown method {method!r}; the known ones are {', '.join(METHODS)}. For your own "
+            "method, give a Method object."
         )
     known = option_names(found)
     for option_name, value in options.items():
@@ -100,7 +100,7 @@ def make_method(
             near = difflib.get_close_matches(option_name, [*known, *beside], n=1, cutoff=0.5)
             remedy = f"did you mean {near[0]}?" if near else "remove it."
             raise ValueError(
-                f"A {name!r} buffer has no use for {option_name}={value!r}; {remedy} "
+                f"The method {name!r} does not accept {option_name}={value!r}; {remedy} "
                 f"Its options are: {', '.join(sorted(known)) or 'none'}."
             )
     return found(**options)

@@ -33,8 +33,8 @@ class ERO(Keyed[ReplayOptimizationSampler]):
         rewards = self.roles.rewards
         if len(rewards) != 1:
             raise ValueError(
-                f"An 'ero' buffer scores rows by one reward, but `value_keys` names {rewards} "
-                "besides next observations; name exactly one."
+                f"The method 'ero' scores rows by one reward, but `value_keys` names {rewards} "
+                "besides next observations; name exactly one reward."
             )
 
     def make_sampler(self, capacity: int) -> ReplayOptimizationSampler:

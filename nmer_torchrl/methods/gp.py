@@ -48,8 +48,8 @@ class GP(Near[NeighborhoodSampler], Folding[NeighborhoodSampler]):
         super().__post_init__()
         if not make_metric(self.metric).embeds:
             raise ValueError(
-                f"The regression of 'gp' needs a Euclidean space, but metric={self.metric!r} has "
-                "none; use 'euclidean' or 'mahalanobis'."
+                f"The method 'gp' needs a metric with a Euclidean embedding, but "
+                f"metric={self.metric!r} has none; use 'euclidean' or 'mahalanobis'."
             )
 
     def make_sampler(self, capacity: int) -> NeighborhoodSampler:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nmer_torchrl.neighbors import PointTable, Search, SearchOption
 
-Widths: TypeAlias = Mapping[NestedKey, int]  # widths of entries, in the order they have in points
+Widths: TypeAlias = Mapping[NestedKey, int]  # widths of entries, in their order in a point
 
 
 class View(Protocol):
@@ -83,7 +83,7 @@ class Metric(ABC):
 
     Examples:
         >>> from nmer_torchrl.metrics import Euclidean
-        >>> class ByAction(Euclidean):  # NMER's own, in which the action counts twice
+        >>> class ByAction(Euclidean):  # NMER's metric with double weight on actions
         ...     def __init__(self):
         ...         super().__init__(weights={"action": 2.0})
         >>> from nmer_torchrl import NeighborPairSampler

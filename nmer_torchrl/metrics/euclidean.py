@@ -42,8 +42,8 @@ class Euclidean(Metric):
         for key, weight in (weights or {}).items():
             if not (math.isfinite(weight) and weight > 0):
                 raise ValueError(
-                    f"weights[{key!r}]={weight!r}, but a weight is finite and above 0; "
-                    "to leave an entry out of distances, leave it out of `keys`."
+                    f"weights[{key!r}]={weight!r} is out of range; give a finite number above 0. "
+                    "To ignore an entry in distances, leave it out of `keys`."
                 )
             self.weights[unravel_key(key)] = float(weight)
         self.by_key = bool(self.weights)
@@ -54,7 +54,7 @@ class Euclidean(Metric):
             if key not in keys:
                 raise ValueError(
                     f"`weights` names {key!r}, but distances are measured in {keys}; "
-                    "weigh one of those, or add it to `keys`."
+                    "use one of these keys, or add it to `keys`."
                 )
 
     def open(self, search: SearchOption, k: int, widths: Widths, device: torch.device) -> Space:
@@ -95,17 +95,17 @@ class ProductNorm(Metric):
     def check(self, search: SearchOption, keys: tuple[NestedKey, ...]) -> None:
         """See `Metric.check`."""
         declared = as_search(search) if not isinstance(search, str) else SEARCHES.get(search)
-        if declared is not None and not declared.products:  # "auto" chooses one that has them
+        if declared is not None and not declared.products:  # "auto" chooses one that supports it
             named = search if isinstance(search, str) else type(search).__name__
             raise ValueError(
-                f"search={named!r} does not serve ProductNorm, which is no norm of scaled "
-                'differences; use search="torch", "keops", or "auto", which is one of the two.'
+                f"search={named!r} does not support ProductNorm, which is not a norm of scaled "
+                'differences; use search="torch", "keops" or "auto", which chooses one of the two.'
             )
         first = [key for key in keys if key not in self.action_keys]
         if not first or len(first) == len(keys) or not set(self.action_keys) <= set(keys):
             raise ValueError(
-                f"ProductNorm(action_keys={self.action_keys}) needs each of them, and at least one "
-                f"other, among the entries in which distances are measured, {keys}."
+                f"ProductNorm(action_keys={self.action_keys}) needs all of its `action_keys` and "
+                f"at least one other key in the sampler's `keys`, but these are {keys}."
             )
 
     def open(self, search: SearchOption, k: int, widths: Widths, device: torch.device) -> Space:
@@ -137,8 +137,8 @@ class ScaledView:
         """See `View.embed`."""
         if self.scale.ndim > 1:
             raise ValueError(
-                "ProductNorm is no Euclidean distance in any space, so that there is nowhere to "
-                "put points; use Euclidean or Mahalanobis."
+                "ProductNorm cannot embed points, because it is not a Euclidean distance in any "
+                "space; use Euclidean or Mahalanobis."
             )
         return points.double() * self.scale.to(points.device)
 

@@ -47,7 +47,7 @@ class FeatureSpace(Metric):
         metric = Euclidean() if metric is None else metric
         if metric.by_key:
             raise ValueError(
-                f"{metric!r} tells entries apart by their keys, which features do not have; "
+                f"{metric!r} depends on the keys of entries, which features do not have; "
                 "use Euclidean() or Mahalanobis()."
             )
         self.feature = feature

@@ -53,8 +53,8 @@ class Mahalanobis(Metric):
     def __init__(self, *, shrinkage: float = 0.01) -> None:
         if not 1e-5 <= shrinkage <= 1:
             raise ValueError(
-                f"shrinkage={shrinkage!r}, but it is from 1e-5, for nearly the classical distance, "
-                "to 1, for that of Euclidean (the default is 0.01)."
+                f"shrinkage={shrinkage!r} is out of range; give a number from 1e-5 (nearly the "
+                "classical distance) to 1 (the distance of Euclidean). The default is 0.01."
             )
         self.shrinkage = float(shrinkage)
 

@@ -57,7 +57,8 @@ def check_search(search: SearchOption) -> None:
             raise ValueError(f"Unknown search {search!r}; the known ones are {', '.join(known)}.")
     elif isinstance(search, type) or not isinstance(search, NeighborSearch):
         raise TypeError(
-            f"`search` is {search!r}, which has no write, query and clear; give one of "
+            f"`search` is {search!r}, which does not have the methods write, query and clear; give "
+            "one of "
             f"{', '.join(['auto', *SEARCHES])}, or an object that satisfies NeighborSearch."
         )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from nmer_torchrl.functional import as_rows, finite_rows
 
 SearchName = Literal["auto", "graph", "keops", "torch", "faiss"]
-"""The searches that `search=` takes by name."""
+"""The names that `search=` accepts."""
 
 
 @runtime_checkable
@@ -23,7 +23,7 @@ class NeighborSearch(Protocol):
 
     Examples:
         >>> from nmer_torchrl import NeighborPairSampler
-        >>> class FirstOthers:  # whoever stands first: no neighbours, but the right form
+        >>> class FirstOthers:  # returns the first other rows, to show the methods
         ...     def write(self, index, points):
         ...         self.size = int(index.max()) + 1
         ...
@@ -62,7 +62,7 @@ class NeighborSearch(Protocol):
 
 
 SearchOption: TypeAlias = SearchName | NeighborSearch
-"""A neighbour search, by its name or as an object."""
+"""A neighbor search, by its name or as an object."""
 
 
 class Search(ABC):
@@ -79,6 +79,7 @@ class Search(ABC):
     products: bool = False  # the scale may be [g, d]; the distance is then a product of g norms
     exact: bool = True  # True if `query` returns the exact neighbors under the given scale
     fills: bool = False  # always returns k neighbors if there are k other points
+    lists: bool = False  # builds a point's list of neighbors at its first query, and keeps it
     table: PointTable | None = None  # the points as written, on their device, if it keeps them
 
     @abstractmethod

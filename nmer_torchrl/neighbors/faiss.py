@@ -77,6 +77,6 @@ def _import_faiss() -> ModuleType:
         import faiss
     except ImportError as error:
         raise ImportError(
-            "FaissSearch needs faiss, which is not installed: pip install faiss-cpu"
+            "FaissSearch needs faiss, which is not installed; run `pip install faiss-cpu`."
         ) from error
     return faiss

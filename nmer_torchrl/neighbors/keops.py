@@ -60,7 +60,7 @@ class KeOpsSearch(TableSearch):
         points, valid = self.table.rows()
         if len(points) > _LARGEST:
             raise ValueError(
-                f"KeOpsSearch addresses at most {_LARGEST:,} points, but {len(points):,} are "
+                f"KeOpsSearch supports at most {_LARGEST:,} points, but {len(points):,} are "
                 'stored; use search="graph" or search="torch".'
             )
         if len(points) <= k + 1:
@@ -122,7 +122,7 @@ def _import_pykeops() -> ModuleType:
             import pykeops.torch
     except ImportError as error:
         raise ImportError(
-            "KeOpsSearch needs pykeops, which is not installed: pip install pykeops"
+            "KeOpsSearch needs pykeops, which is not installed; run `pip install pykeops`."
         ) from error
     finally:
         for name in silence:

@@ -109,7 +109,7 @@ def assemble(
     if not kept.any():
         reasons = ", ".join(f"{reason} ({count:,})" for reason, count in left_out.items())
         raise ValueError(
-            f"None of the {len(kept):,} rows can be used: {reasons}. Correct what is named there."
+            f"None of the {len(kept):,} rows can be used: {reasons}. Correct these rows first."
         )
     truncated = _cut(ends, kept, said)
     if lost := int((ends.terminated & ~kept).sum()):
@@ -125,13 +125,14 @@ def _check(arrays: dict[str, Any], copy: bool, notes: list[str]) -> _Log:
     if missing := [name for name in REQUIRED if name not in arrays]:
         given = ", ".join(map(repr, arrays)) or "none"
         raise ValueError(
-            f"The arrays lack {', '.join(map(repr, missing))}; given are {given}. {_ALLOWED}."
+            f"The arrays lack {', '.join(map(repr, missing))}; the given arrays are {given}. "
+            f"{_ALLOWED}."
         )
     others = [str(name) for name in arrays if name not in NAMES]
     for name in others:
         near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.85)
         if near and near[0] not in arrays:
-            raise ValueError(f"There is no use for {name!r}; did you mean {near[0]!r}? {_ALLOWED}.")
+            raise ValueError(f"Unknown array {name!r}; did you mean {near[0]!r}? {_ALLOWED}.")
     if others:
         notes.append(f"Ignored: {', '.join(map(repr, others))}.")
     observations = _numbers("observations", arrays.pop("observations"), copy)
@@ -139,7 +140,7 @@ def _check(arrays: dict[str, Any], copy: bool, notes: list[str]) -> _Log:
     actions = _numbers("actions", arrays.pop("actions"), copy)
     rewards = _numbers("rewards", arrays.pop("rewards"), copy)
     if rewards.shape[1] != 1:
-        raise ValueError(f"'rewards' has shape {rewards.shape}; give one number a row, [N].")
+        raise ValueError(f"'rewards' has shape {rewards.shape}; give one number per row, [N].")
     terminals = _flags("terminals", arrays.pop("terminals"))
     timeouts = _flags("timeouts", arrays.pop("timeouts")) if "timeouts" in arrays else None
     following = None
@@ -147,7 +148,7 @@ def _check(arrays: dict[str, Any], copy: bool, notes: list[str]) -> _Log:
         following = _numbers("next_observations", arrays.pop("next_observations"), copy)
         if following.shape[1] != width:
             raise ValueError(
-                f"'next_observations' has {following.shape[1]} numbers a row, but 'observations' "
+                f"'next_observations' has {following.shape[1]} numbers per row, but 'observations' "
                 f"has {width}; give the same entries in both."
             )
     log = _Log(observations, actions, rewards, terminals, timeouts, following)
@@ -182,7 +183,7 @@ def _numbers(name: str, values: Any, copy: bool) -> Numbers:
     if array.ndim > 2 or array.dtype == np.uint8:
         raise ValueError(
             f"{name!r} is {array.dtype} of shape {array.shape}, which looks like images, but each "
-            "row is to be a vector; give features of the images, or convert other quantities to "
+            "row must be a vector; give features of the images, or convert other quantities to "
             f"float32 of shape [N, width]."
         )
     if array.ndim == 0 or (array.ndim == 2 and array.shape[1] == 0):
@@ -199,7 +200,7 @@ def _flags(name: str, values: Any) -> Flags:
         array = array[:, 0]
     if array.ndim != 1 or array.dtype.kind not in "fiub":
         raise ValueError(
-            f"{name!r} is {array.dtype} of shape {array.shape}; give one flag a row, [N], as "
+            f"{name!r} is {array.dtype} of shape {array.shape}; give one flag per row, [N], as "
             "booleans or as the numbers 0 and 1."
         )
     wrong = np.flatnonzero((array != 0) & (array != 1))
@@ -228,7 +229,7 @@ def _find_ends(log: _Log, max_steps: int | None, notes: list[str]) -> _Ends:
         truncated = log.timeouts
         if both := int((terminated & truncated).sum()):
             notes.append(
-                f"Rows that are both terminal and a time limit: {both:,}. They count as limits."
+                f"Rows that are both terminal and a time limit: {both:,}. They count as time limits."
             )
         terminated = terminated & ~truncated
         if max_steps is not None:
@@ -241,9 +242,9 @@ def _find_ends(log: _Log, max_steps: int | None, notes: list[str]) -> _Ends:
         truncated = np.zeros(count, np.bool_)
         if log.next_observations is None:
             notes.append(
-                "There are no time limits in the data. If episodes ended by one, the last row of "
-                "each is joined to the first row of the next episode; give `timeouts`, or "
-                "max_steps= if the limit is always the same."
+                "The data has no time limits. If an episode ended by a time limit, its last row is "
+                "joined to the first row of the next episode; give `timeouts`, or `max_steps` if "
+                "the limit is always the same."
             )
     apart &= ~(terminated | truncated)
     if found := int(apart.sum()):
@@ -253,7 +254,7 @@ def _find_ends(log: _Log, max_steps: int | None, notes: list[str]) -> _Ends:
         )
     if 2 * found > count:
         notes.append(
-            "That is most of the rows: check that the rows are in the order of time and that "
+            "These are most of the rows: check that the rows are in temporal order and that "
             "next_observations is not shifted or rounded."
         )
     return _Ends(terminated, truncated | apart)
@@ -283,8 +284,8 @@ def _cut(ends: _Ends, kept: Flags, notes: list[str]) -> Flags:
     total = ended.cumsum()
     if split := int((cut & (total[after - 1] == total[before])).sum()):
         notes.append(
-            f"Places where rows left out interrupt an episode: {split:,}. What follows counts as "
-            "another episode."
+            f"Places where rows left out interrupt an episode: {split:,}. The rows after each "
+            "place count as another episode."
         )
     truncated = ends.truncated.copy()
     truncated[before[cut]] = True

@@ -83,10 +83,10 @@ def load_transitions(
         if not (folder / "data").is_dir():
             raise FileNotFoundError(
                 f"{source!r} is neither a path nor a Minari dataset in {_minari_root()}; download "
-                f"the dataset by `minari download {source}`, or {_ALLOWED}."
+                f"the dataset with `minari download {source}`, or {_ALLOWED}."
             )
         return _load_minari(folder / "data", max_steps, progress)
-    raise FileNotFoundError(f"There is no {str(source)!r}; {_ALLOWED}.")
+    raise FileNotFoundError(f"{str(source)!r} does not exist; {_ALLOWED}.")
 
 
 def _load_folder(path: Path, max_steps: int | None, progress: bool) -> Transitions:
@@ -94,7 +94,7 @@ def _load_folder(path: Path, max_steps: int | None, progress: bool) -> Transitio
         if max_steps is not None:
             raise ValueError(
                 f"max_steps={max_steps} has no effect on transitions that were saved in {path}; "
-                "leave it out, or load the source anew."
+                "leave it out, or load the original source again."
             )
         return Transitions.load(path)
     for folder in (path / "data", path):
@@ -102,7 +102,7 @@ def _load_folder(path: Path, max_steps: int | None, progress: bool) -> Transitio
             return _load_minari(folder, max_steps, progress)
     if (path / _CHECKPOINT).is_file():
         return _load_run(path / _CHECKPOINT, max_steps)
-    raise ValueError(f"The folder {path} holds none of the data that can be loaded; {_ALLOWED}.")
+    raise ValueError(f"The folder {path} holds no data that can be loaded; {_ALLOWED}.")
 
 
 def _load_file(path: Path, max_steps: int | None, progress: bool) -> Transitions:
@@ -148,8 +148,8 @@ def _read_npz(path: Path) -> tuple[dict[str, Any], list[str]]:
                     arrays[name] = file[name]
                 except Exception as error:
                     raise ValueError(
-                        f"{path}: the array {name!r} cannot be read ({error}); save it again by "
-                        "numpy.savez, with numbers only."
+                        f"{path}: the array {name!r} cannot be read ({error}); save it again with "
+                        "numpy.savez, as an array of numbers."
                     ) from error
         return arrays, [name for name in file.files if name not in arrays and "/" not in name]
 
@@ -159,7 +159,7 @@ def _read_hdf5(path: Path, progress: bool) -> tuple[dict[str, Any], list[str]]:
         import h5py
     except ImportError as error:
         raise ImportError(
-            f"{path} is an HDF5 file, and h5py is not installed; run `pip install h5py`, or "
+            f"{path} is an HDF5 file, but h5py is not installed; run `pip install h5py`, or "
             '`pip install "minari[hdf5]"` to read Minari datasets as well.'
         ) from error
     arrays = {}
@@ -193,16 +193,16 @@ def _load_minari(folder: Path, max_steps: int | None, progress: bool) -> Transit
         import minari
     except ImportError as error:
         raise ImportError(
-            f"{folder} is a Minari dataset, and Minari is not installed; run "
+            f"{folder} is a Minari dataset, but Minari is not installed; run "
             '`pip install "minari[hdf5]"`.'
         ) from error
     about = json.loads((folder / "metadata.json").read_text())
     if not {"observation_space", "action_space"} <= about.keys():
         # Minari would build the environment that the file names, with any arguments in the file.
         raise ValueError(
-            f"{folder / 'metadata.json'} lacks observation_space or action_space, without which "
-            "Minari would run code that the file names; create the dataset again by Minari 0.5 or "
-            "later."
+            f"{folder / 'metadata.json'} has no observation_space or no action_space. Without "
+            "them, Minari would run code that the file names; create the dataset again with Minari "
+            "0.5 or later."
         )
     space = json.loads(about["observation_space"])
     dataset = minari.MinariDataset(folder)
@@ -260,7 +260,7 @@ def _flat(observations: Any, space: Any, folder: Path) -> NDArray[Any]:
         raise ValueError(
             f"{folder}: observations are {array.dtype} of shape {array.shape} in an episode, but "
             "only vectors of numbers, and Dicts of them, can be loaded; convert images or discrete "
-            "observations to such vectors, and call `make_transitions`."
+            "observations to vectors, and call `make_transitions`."
         )
     return _float32(array)
 
@@ -272,7 +272,7 @@ def _load_run(path: Path, max_steps: int | None) -> Transitions:
     try:
         state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
         if "buffer" not in state:
-            raise ValueError("it learned from fixed data and stored no rows of its own")
+            raise ValueError("the run learned from fixed data and stored no rows")
         state = state["buffer"]
         stored, length = state["_storage"]["_storage"], int(state["_storage"]["_len"])
         cursor = int(state["_writer"]["_cursor"])

@@ -100,7 +100,7 @@ class Transitions:
         target = Path(folder)
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
             raise FileExistsError(
-                f"{target} exists already; give the path of a new folder, or delete it first."
+                f"{target} already exists; give the path of a new folder, or delete it first."
             )
         draft = target.with_name(f"{target.name}.{os.getpid()}.tmp")
         shutil.rmtree(draft, ignore_errors=True)
@@ -153,8 +153,8 @@ class Transitions:
         except Exception as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ValueError(
-                f"{folder} cannot be read as saved transitions ({reason}); make it again from the "
-                "source by `load_transitions` and `save`."
+                f"{folder} cannot be read as saved transitions ({reason}); create it again from "
+                "the source with `load_transitions` and `save`."
             ) from error
 
 

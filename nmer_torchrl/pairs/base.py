@@ -35,13 +35,13 @@ class Pairing(SampleUnit):
             the buffer's generator, and its state is not part of the buffer's state.
 
     Examples:
-        >>> class WithTheNext(Pairing):  # whoever stands in the next position
+        >>> class WithTheNext(Pairing):  # pairs a row with the one at the next position
         ...     def __init__(self):
         ...         super().__init__(StoredRows(["observation", "action"], []))
         ...
         ...     def synchronize(self, storage):
         ...         for index, points in self.rows.changes(storage):
-        ...             pass  # a pairing that depends on the points takes them up here
+        ...             pass  # a pairing that depends on the points reads them here
         ...
         ...     def partners(self, anchor, generator=None):
         ...         return (anchor + 1) % self.rows.length
@@ -50,7 +50,7 @@ class Pairing(SampleUnit):
         >>> buffer = TensorDictReplayBuffer(
         ...     storage=LazyTensorStorage(4),
         ...     sample_unit=WithTheNext(),
-        ...     transform=lambda pairs: pairs[:, 0],  # what a fold does, without the mixing
+        ...     transform=lambda pairs: pairs[:, 0],  # keeps the anchors, without mixing
         ...     batch_size=8,
         ... )
         >>> rows = TensorDict(

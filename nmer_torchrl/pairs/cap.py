@@ -15,8 +15,8 @@ from nmer_torchrl.checks import COUNT, POSITIVE, Number
 class QuantileCap:
     """A distance limit that is a quantile of the distances of recent pairs.
 
-    The current batch counts among the recent pairs. With 0.9, about the tenth of all pairs that are
-    farthest apart are not mixed. An anchor that is paired with itself counts with a distance of 0.
+    The current batch counts among the recent pairs. With 0.9, about 10% of the pairs, those that
+    are farthest apart, are not mixed. An anchor that is paired with itself has a distance of 0.
 
     Args:
         quantile: Share of pairs within the limit, above 0 and up to 1.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from nmer_torchrl.pairs.base import Pairing
 from nmer_torchrl.pairs.cap import Cap, QuantileCap
 from nmer_torchrl.tracking.rows import StoredRows, check_positions, stored_entries
 from nmer_torchrl.tracking.standardize import looks_every
+
+_BLOCK = 2**14  # rows whose lists `build` builds at a time
 
 # The pairing that uses each search object given as `search`, by the object's id. The pairing holds
 # a reference to the object, so the id stays valid.
@@ -86,13 +88,29 @@ class NearPairing(Pairing):
             self.synchronize(storage)
             return self._query(index, k)
 
+    def build(
+        self, storage: Storage, *, progress: Callable[[Sequence[Tensor]], Iterable[Tensor]] = iter
+    ) -> None:
+        """Builds the neighbor lists of all rows now instead of when rows are first drawn.
+
+        Searches without lists have nothing to build. `progress` wraps the blocks of positions that
+        are built one after another, such as `tqdm` for a progress bar.
+        """
+        with self.lock:
+            self.synchronize(storage)
+            if self.search is None or not self.search.lists:
+                return
+            positions = torch.arange(self.rows.length, device=self.rows.device)
+        for block in progress(positions.split(_BLOCK)):
+            self.neighbors(storage, block)
+
     def _query(self, index: Tensor, k: int | None = None) -> Tensor:
         """Does the work of `neighbors`; call `synchronize` first."""
         assert self.space is not None  # there is at least one row
         if _SERVES.get(id(self._chosen), self) is not self:
             raise RuntimeError(
-                f"The {type(self._chosen).__name__} of this sampler has since been put to use by "
-                "another one, which replaced its points; give each sampler a search of its own."
+                f"Another sampler now uses the {type(self._chosen).__name__} of this sampler and "
+                "has replaced its points; give each sampler its own search."
             )
         there = index.to(self.rows.device, non_blocking=True)
         found = self.space.query(there, self.k if k is None else k)
@@ -121,8 +139,8 @@ class NearPairing(Pairing):
     def _last_view(self) -> View:
         if self._view is None:
             raise RuntimeError(
-                "There are no statistics yet to measure by, since nothing has been drawn; sample "
-                "from the buffer whose sampler this is first."
+                "Distances depend on the statistics of the last draw, but nothing has been drawn "
+                "yet; sample from the buffer of this sampler first."
             )
         return self._view
 
@@ -191,8 +209,8 @@ class NearPairing(Pairing):
         unusable = ~self.space.table.valid[: self.rows.length]
         warnings.warn(
             f"The row at position {int(unusable.int().argmax())} has a non-finite entry (or one "
-            "beyond 1e37). Such rows stay in the buffer, but are never mixed, are no partners and "
-            "do not count in the statistics. This is said once.",
+            "beyond 1e37). Such rows stay in the buffer, but they are never mixed, are never "
+            "partners and do not count in the statistics. This warning is shown once.",
             stacklevel=2,
         )
 
@@ -236,13 +254,13 @@ class NearPairing(Pairing):
 
 def _check_k(k: int) -> None:
     if not is_integer(k) or k < 1:
-        raise ValueError(f"k={k!r}, but the number of neighbours is an integer, at least 1.")
+        raise ValueError(f"k={k!r} is not a number of neighbors; give an integer, at least 1.")
 
 
 def _check_metric(metric: Metric) -> Metric:
     if not isinstance(metric, Metric):
         raise TypeError(
-            f"`metric` is {metric!r}, which is no metric; give an object such as Euclidean() or "
+            f"`metric` is {metric!r}, which is not a metric; give an object such as Euclidean() or "
             "Mahalanobis()."
         )
     return metric

@@ -23,7 +23,7 @@ class RandomPairs(Pairing):
 
     Keyword Args:
         keys: Entries that the transform mixes. They must be finite in a partner.
-        value_keys: Further such entries, split from `keys` as in `NeighborPairs`.
+        value_keys: Further entries that the transform mixes, as in `NeighborPairs`.
         generator: Source of all randomness; `None` uses torch's global one.
 
     Examples:

@@ -198,8 +198,8 @@ class SuccessorPairs(Pairing):
             if start != end:
                 raise ValueError(
                     f"The entry {key!r} has shape {tuple(start)} in each row, but "
-                    f"{next_key(key)!r} has {tuple(end)}; a row is found to follow another by "
-                    "comparing the two, so store both in the same form."
+                    f"{next_key(key)!r} has {tuple(end)}; store both with the same shape, since "
+                    "successors are found by comparing the two."
                 )
 
     def _match(self, data: TensorDictBase) -> None:

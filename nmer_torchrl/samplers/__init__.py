@@ -1,4 +1,4 @@
-"""Samplers choose which rows are drawn and mixed with which.
+"""Samplers choose which rows are drawn, and which rows they are mixed with.
 
 A pair sampler returns an index `[B, 2]` of storage positions, anchor and partner. The storage then
 yields a `[B, 2]` batch, which a fold such as `PairMixup` turns into `[B]`. An anchor without a

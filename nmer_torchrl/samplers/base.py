@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,16 @@ class NeighborQueries(Paired):
         percent, so it can miss some neighbors (see `NeighborPairSampler`).
         """
         return self.unit.neighbors(storage, index, k)
+
+    def build(
+        self, storage: Storage, *, progress: Callable[[Sequence[Tensor]], Iterable[Tensor]] = iter
+    ) -> None:
+        """Builds the neighbor lists of all rows now instead of when rows are first drawn.
+
+        Call it once after a buffer was filled at once, as with offline data. `progress=tqdm` shows
+        a progress bar. Searches without lists have nothing to build.
+        """
+        self.unit.build(storage, progress=progress)
 
     def embed(self, batch: TensorDictBase) -> Tensor:
         """Maps rows `[*B]` to float64 points `[*B, f]` whose Euclidean distance is the metric's.

@@ -73,9 +73,11 @@ class ReplayOptimizationSampler(LockedSampler):
     ) -> None:
         for name, count in (("episodes", episodes), ("rows", rows)):
             if not is_integer(count) or count < 1:
-                raise ValueError(f"{name}={count!r}, but it is an integer, at least 1.")
+                raise ValueError(
+                    f"{name}={count!r} is not a number of {name}; give an integer, at least 1."
+                )
         if not lr > 0:
-            raise ValueError(f"lr={lr!r}, but a learning rate is above 0.")
+            raise ValueError(f"lr={lr!r} is out of range; give a learning rate above 0.")
         self.rows, self.lr, self.hidden, self.reward_key = rows, lr, tuple(hidden), reward_key
         super().__init__()
         self._returns: deque[float] = deque(maxlen=episodes)
@@ -126,7 +128,8 @@ class ReplayOptimizationSampler(LockedSampler):
         position = torch.as_tensor(index).reshape(-1)
         if len(error) not in (1, len(position)):
             raise ValueError(
-                f"{len(error)} TD errors were given for {len(position)} rows; give one to each."
+                f"{len(error)} TD errors were given for {len(position)} rows; give one for each "
+                "row."
             )
         with self._lock:
             self._reserve(self._size if storage is None else max(self._size, len(storage)))
@@ -149,7 +152,7 @@ class ReplayOptimizationSampler(LockedSampler):
             raise ValueError("A TD error is not finite; leave such rows out of the update.")
         if outside:
             raise IndexError(
-                f"A TD error was given for a row that is not there; rows are at 0 to "
+                f"A TD error was given for a position without a row; rows are at 0 to "
                 f"{self._size - 1}."
             )
 

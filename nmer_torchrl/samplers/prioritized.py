@@ -66,19 +66,20 @@ class CheckedPrioritizedSampler(StateFile, PrioritizedSampler):
     ) -> None:
         if not is_integer(max_capacity) or max_capacity < 1:
             raise ValueError(
-                f"max_capacity={max_capacity!r}, but it is a number of rows: "
-                "an integer, at least 1."
+                f"max_capacity={max_capacity!r} is not a number of rows; "
+                "give an integer, at least 1."
             )
         for name, value, usual in (("alpha", alpha, 0.6), ("beta", beta, 0.4)):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(
-                    f"{name}={value!r} is no exponent for priorities; it must be finite and at "
-                    f"least 0 (the default is {usual})."
+                    f"{name}={value!r} is out of range; give a finite exponent, at least 0 (the "
+                    f"default is {usual})."
                 )
         if not (math.isfinite(eps) and eps > 0 and eps**alpha > _FLOAT32.tiny):
             raise ValueError(
-                f"A priority of 0 with eps={eps!r} and alpha={alpha!r} would never be drawn; eps "
-                "must be finite, above 0 and not vanish when raised to alpha (the default is 1e-6)."
+                f"With eps={eps!r} and alpha={alpha!r}, a row of priority 0 would never be drawn; "
+                "give a finite eps above 0 for which eps ** alpha does not underflow (the default "
+                "is 1e-6)."
             )
         super().__init__(max_capacity, alpha, beta, eps)
         self._ranked = 0  # all rows before this position have a priority
@@ -114,7 +115,7 @@ class CheckedPrioritizedSampler(StateFile, PrioritizedSampler):
         if index.ndim < 2 and index.numel() and int(index.max()) >= self.max_size:
             raise IndexError(
                 f"Position {int(index.max())} was given a priority, "
-                f"but the sampler knows positions 0 to {self.max_size - 1}."
+                f"but the sampler has positions 0 to {self.max_size - 1}."
             )
         super().update_priority(index, self._as_priority(priority), storage=storage)
 
@@ -142,15 +143,15 @@ class CheckedPrioritizedSampler(StateFile, PrioritizedSampler):
         if not good.all():
             raise ValueError(
                 f"A priority is a number from 0 to {limit:.3g}, but {float(priority[~good][0])} "
-                "was given; use the absolute TD error, and look for where it stopped being finite."
+                "was given; use the absolute TD error, and make sure that it is finite."
             )
         return priority
 
     def _check_capacity(self, storage: Storage | None) -> None:
         if storage is not None and storage.max_size > self.max_size:
             raise ValueError(
-                f"The storage holds {storage.max_size} rows, but the sampler was made with "
-                f"max_capacity={self.max_size}; make them agree."
+                f"The storage has room for {storage.max_size} rows, but the sampler has "
+                f"max_capacity={self.max_size}; make it at least {storage.max_size}."
             )
 
     def _maybe_init_from_storage(self, storage: Storage | None) -> None:
@@ -192,8 +193,8 @@ class CheckedPrioritizedSampler(StateFile, PrioritizedSampler):
         powers = state_dict["powers"]
         if len(powers) > self.max_size:
             raise ValueError(
-                f"The state holds priorities for {len(powers)} rows, but the sampler was made with "
-                f"max_capacity={self.max_size}; make it at least as large."
+                f"The state holds priorities for {len(powers)} rows, but the sampler has "
+                f"max_capacity={self.max_size}; make it at least {len(powers)}."
             )
         self._empty()
         self.alpha, self.beta = state_dict["alpha"], state_dict["beta"]
@@ -284,12 +285,13 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
         index = torch.stack([anchor, partner], -1)
         if not ((weight >= 0) & (weight <= 1)).all():
             raise ValueError(
-                "'mixup_weight' has values outside of 0 to 1; leave it as `sample()` returned it."
+                "'mixup_weight' has values outside of 0 to 1; pass the weights that `sample()` "
+                "returned."
             )
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.max_size:
             raise IndexError(
                 f"Positions {int(index.min())} to {int(index.max())} were given priorities, "
-                f"but the sampler knows positions 0 to {self.max_size - 1}."
+                f"but the sampler has positions 0 to {self.max_size - 1}."
             )
         new = self._as_priority(priority).double()
         with self.unit.lock:
@@ -312,9 +314,9 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
         index = torch.as_tensor(index)
         if index.ndim > 1:
             raise ValueError(
-                f"Priorities are set by position, but `index` has shape {tuple(index.shape)}; "
-                "give it one dimension, or a batch of pairs to `update_tensordict_priority` of a "
-                "PairPrioritizedReplayBuffer."
+                f"Priorities are set for single positions, but `index` has shape "
+                f"{tuple(index.shape)}; give a vector of positions, or pass a batch of pairs to "
+                "`update_tensordict_priority` of a PairPrioritizedReplayBuffer."
             )
         with self.unit.lock:
             super().update_priority(index, priority, storage=storage)
@@ -353,7 +355,7 @@ def _check_updates(sampler: PrioritizedNeighborPairSampler, buffer: ReplayBuffer
     owner = _compat.member_buffer(buffer, sampler)
     if not getattr(owner, "updates_pairs", False):
         raise TypeError(
-            f"{type(sampler).__name__} keeps priorities of both members of a pair, which a "
-            f"{type(owner).__name__} does not update; use a PairPrioritizedReplayBuffer of "
+            f"{type(sampler).__name__} keeps priorities for both rows of a pair, but a "
+            f"{type(owner).__name__} does not update them; use a PairPrioritizedReplayBuffer of "
             'nmer_torchrl.buffers, or make_replay_buffer("per_nmer", ...).'
         )

@@ -193,7 +193,7 @@ class RandomPairSampler(PairSampler):
 
     Keyword Args:
         keys: Entries that the transform mixes. They must be finite in a partner.
-        value_keys: Further such entries, split from `keys` as in `NeighborPairSampler`.
+        value_keys: Further entries that the transform mixes, as in `NeighborPairSampler`.
 
     Examples:
         >>> from nmer_torchrl import RandomPairSampler

@@ -41,7 +41,7 @@ class StoredRows:
         self.keys = as_keys(keys, "keys")
         self.value_keys = as_keys(value_keys, "value_keys")
         if not self.keys:
-            raise ValueError("`keys` is empty; name at least one entry to measure distances in.")
+            raise ValueError("`keys` is empty; name at least one entry.")
         self.feature = feature
         self.forget()
 
@@ -154,7 +154,7 @@ def check_layout(storage: Storage) -> None:
     name = type(storage).__name__
     if not isinstance(storage, TensorStorage):
         raise TypeError(
-            f"Pairs are drawn from rows of tensors, but the storage is a {name}; "
+            f"The sampler reads rows of tensors, but the storage is a {name}; "
             "use LazyTensorStorage or LazyMemmapStorage."
         )
     if storage.ndim != 1:

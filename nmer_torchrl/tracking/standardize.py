@@ -100,7 +100,7 @@ class RunningStandardizer:
                 )
         there, gone = self.count + len(added), 0 if removed is None else len(removed)
         if gone > there:
-            raise ValueError(f"{gone} points are to be removed, but only {there} are there.")
+            raise ValueError(f"Cannot remove {gone} points from a set of {there}.")
         self.replace(added, added[:0] if removed is None else removed)
 
     def replace(self, points: Tensor, before: Tensor) -> None:

@@ -59,8 +59,8 @@ class AmplitudeScaling(Augmentation):
     ) -> None:
         if not 0 < min_factor <= max_factor < math.inf:
             raise ValueError(
-                f"min_factor={min_factor!r} and max_factor={max_factor!r} do not bound a factor; "
-                "they must be finite, above 0 and in order (the defaults are 0.6 and 1.2)."
+                f"min_factor={min_factor!r} and max_factor={max_factor!r} are not a valid range; "
+                "give finite numbers above 0, in order (the defaults are 0.6 and 1.2)."
             )
         first = as_keys(observation_keys, "observation_keys")
         both = (*first, *(next_key(key) for key in first))

@@ -26,7 +26,8 @@ def as_anchor_keys(
     if both:
         names = ", ".join(map(repr, both))
         raise ValueError(
-            f"`anchor_keys` names {names}, which is mixed; remove it from one of the two."
+            f"`anchor_keys` names {names}, which is mixed; remove it from `anchor_keys` or from "
+            "the keys that are mixed."
         )
     return keys
 
@@ -35,8 +36,8 @@ def check_single_rows(rows: TensorDictBase) -> None:
     """Raises an error unless the data to be stored is a row or a vector of rows."""
     if rows.ndim > 1:
         raise ValueError(
-            f"The rows come in a batch of shape {tuple(rows.shape)}, but pairs are drawn "
-            "from single rows; extend the buffer with `data.reshape(-1)`."
+            f"The rows are a batch of shape {tuple(rows.shape)}, but the buffer stores a vector of "
+            "single rows; extend the buffer with `data.reshape(-1)`."
         )
 
 
@@ -61,9 +62,9 @@ def check_discrete(rows: TensorDictBase, agreed: Collection[NestedKey]) -> bool:
             kind = "one-hot" if one_hot else str(entry.dtype)
             raise ValueError(
                 f"The entry {key!r} is {kind}, that is, a discrete action, and a mix of two "
-                "discrete actions is not an action. Measure and mix the other entries, and mix "
-                f"only rows that agree in it: gates=[Same({key!r})], in make_replay_buffer "
-                f"same_keys=[{key!r}] and `keys` without it."
+                "discrete actions is not an action. Leave it out of the keys that are measured and "
+                f"mixed, and mix only rows in which it is equal: use gates=[Same({key!r})], or "
+                f"same_keys=[{key!r}] in make_replay_buffer."
             )
     return told
 
@@ -114,9 +115,9 @@ def warn_unmixed(
         names = ", ".join(map(repr, left))
         warnings.warn(
             f"{type(fold).__name__} mixes {', '.join(map(repr, mixed))}, but the rows also hold "
-            f"{names}, which stay the anchor's, so that the parts of a mixed row may not belong "
-            "together. Mix them as well by `mix_keys` (in make_replay_buffer `keys` and "
-            f"`value_keys`), or keep the anchor's by anchor_keys=[{names}].",
+            f"{names}, which stay the anchor's, so the entries of a mixed row may be inconsistent. "
+            "Add them to `mix_keys` (in make_replay_buffer to `keys` or `value_keys`), or pass "
+            f"anchor_keys=[{names}] to keep the anchor's.",
             stacklevel=2,
         )
 

@@ -212,8 +212,8 @@ class DensityFraction:
         buffer = _compat.buffer_that_draws()
         if buffer is None:
             raise RuntimeError(
-                "DensityFraction counts the rows of the buffer that draws, but none does; use it "
-                "in the transform of a buffer, and sample from that."
+                "DensityFraction counts the rows of its buffer, but it was called outside of a "
+                "buffer's `sample()`; use it in a buffer's transform, and sample from that buffer."
             )
         return _between(self.first, self.last, _compat.stored_rows(buffer) / self.rows)
 

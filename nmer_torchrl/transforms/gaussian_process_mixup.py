@@ -99,8 +99,8 @@ class GaussianProcessMixup(Fold):
         )
         if isinstance(geometry, (Sampler, SampleUnit)):
             raise TypeError(
-                f"geometry={geometry!r} would stay when its buffer gets another sampler; leave it "
-                "out, and the sampler of the buffer that draws is asked."
+                f"geometry={geometry!r} is a sampler or a pairing, and would still be used after "
+                "the buffer gets another one; leave `geometry` out to use the buffer's own."
             )
         self._roles = as_roles(keys, value_keys)
         self.alpha = float(POSITIVE("alpha", alpha))

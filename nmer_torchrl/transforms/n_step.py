@@ -104,9 +104,9 @@ class TimeOrder:
         if (differs.any(-1) & far & ~ended).any():
             raise ValueError(
                 "MultiStepTransform joins rows that do not follow each other in time: some do not "
-                "start from the observation that the row before leads to. Extend a new buffer that "
-                f"has {_ORDER} with rows of shape [envs, steps], and where rows are cut off, set "
-                '("next", "done") of the last one to True.'
+                "start from the next observation of the row before. Create a new buffer with "
+                f"{_ORDER}, and extend it with rows of shape [envs, steps]. Where an episode is "
+                'cut off, set ("next", "done") of its last row to True.'
             )
 
 
@@ -159,23 +159,23 @@ def check_n_step(
     for transform in _n_step_transforms(fold):
         if transform.n_steps == 1:
             raise ValueError(
-                "MultiStepTransform(n_steps=1) leaves all rows as they are, but marks each as the "
-                "end of an episode, so that none would be mixed; leave the transform out."
+                "MultiStepTransform(n_steps=1) does not change any row, but marks each row as the "
+                "end of an episode, so no row would be mixed; leave the transform out."
             )
         others = [k for k in transform.done_keys if unravel_key(("next", k)) != terminated_key]
         if len(others) < len(transform.done_keys):
             raise ValueError(
-                f"MultiStepTransform(done_keys={transform.done_keys}) leaves {terminated_key!r} as "
-                "that of the first of its steps, so that rows which lead to a terminal state would "
-                "be mixed; make it that of the last step by "
+                f"MultiStepTransform(done_keys={transform.done_keys}) takes {terminated_key!r} "
+                "from the first of its steps, so rows that lead to a terminal state would be "
+                "mixed; to take it from the last step, use "
                 f"MultiStepTransform(..., done_keys={others})."
             )
         if rows is not None and rows.ndim > 1:
             raise ValueError(
-                f"The rows come in a batch of shape {tuple(rows.shape)}, but pairs are drawn from "
-                f"single rows. For n-step returns of each environment use {_ORDER}; do not flatten "
-                "the rows yourself, since MultiStepTransform would join those of different "
-                "environments."
+                f"The rows are a batch of shape {tuple(rows.shape)}, but pairs are drawn from "
+                f"single rows. For n-step returns of each environment, use {_ORDER}. Do not "
+                "flatten the rows yourself, since MultiStepTransform would then join rows of "
+                "different environments."
             )
 
 

@@ -62,7 +62,7 @@ class GaussianNoise(Augmentation):
     ) -> None:
         if not (math.isfinite(sigma) and sigma >= 0):
             raise ValueError(
-                f"sigma={sigma!r} is no standard deviation; it must be finite and at least 0 "
+                f"sigma={sigma!r} is out of range; give a finite number, at least 0 "
                 "(the default is 0.1)."
             )
         super().__init__(spread.keys, "keys", generator)
@@ -74,7 +74,7 @@ class GaussianNoise(Augmentation):
             if key not in spread.keys:
                 raise ValueError(
                     f"{key!r} is named in `action_keys`, but the entries with noise are "
-                    f"{spread.keys}; name the actions among those, or set `action_bounds` to None."
+                    f"{spread.keys}; name actions among these, or set `action_bounds` to None."
                 )
         self.terminated_key = as_keys([terminated_key], "terminated_key")[0]
         # By key: least and greatest action seen on a device so far, and the number of calls.
@@ -86,9 +86,9 @@ class GaussianNoise(Augmentation):
         std, entries = self.spread.std, self.schema.entries(rows)
         if not std:
             raise RuntimeError(
-                "GaussianNoise knows no spread yet, since its SpreadSampler has not been drawn "
-                "from; make it with `spread=sampler.spread` of the sampler of the same buffer, and "
-                "read what is stored by `buffer.storage[:]`."
+                "GaussianNoise has no spread yet, because its SpreadSampler has not drawn a batch; "
+                "build it with `spread=sampler.spread` of the sampler of the same buffer, and "
+                "sample first. To read stored rows, use `buffer.storage[:]`."
             )
         noisy = {key: self._add_noise(entry, std[key]) for key, entry in entries.items()}
         for key in self.action_keys:
@@ -147,7 +147,8 @@ def _check_bounds(bounds: tuple[float, float]) -> tuple[float, float]:
         low, high = (float(bound) for bound in bounds)
     except (TypeError, ValueError):
         raise ValueError(
-            f"action_bounds={bounds!r}, but it is two numbers: (least, greatest), such as (-1, 1)."
+            f"action_bounds={bounds!r} is not a pair of numbers; give (least, greatest), such as "
+            "(-1, 1)."
         ) from None
     if not low <= high:
         raise ValueError(

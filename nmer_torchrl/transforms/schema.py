@@ -75,8 +75,8 @@ class RowSchema:
         self._consult_storage(transform)
         if 0 < self._dims < dims:
             raise ValueError(
-                f"The rows come in a batch of shape {tuple(rows.shape)}, but those before in "
-                f"one of {self._dims} dimension(s); extend the buffer with `data.reshape(-1)`."
+                f"The rows are a batch of shape {tuple(rows.shape)}, but earlier rows had "
+                f"{self._dims} batch dimension(s); extend the buffer with `data.reshape(-1)`."
             )
         for key in shapes:
             if shapes[key] != self._shapes.get(key, shapes[key]):
@@ -141,9 +141,9 @@ def _check_writer() -> None:
     buffer = _compat.buffer_at_work("extend", "add")
     if buffer is not None and not _compat.writes_in_place(buffer):
         raise ValueError(
-            f"The storage holds {len(buffer.storage)} rows, some of which this buffer has not "
-            "written: its next row would go to another position than the one after them, and "
-            "TorchRL would count rows that were never written. Write through one buffer only; to "
-            "go on after stored rows, make it by make_replay_buffer(..., storage=storage) once "
-            "they are there."
+            f"The storage holds {len(buffer.storage)} rows, and this buffer has not written all of "
+            "them. It would not write its next row right after them, and TorchRL would count rows "
+            "that were never written. Write through one buffer only. To continue after stored "
+            "rows, build the buffer with make_replay_buffer(..., storage=storage) once they are "
+            "stored."
         )

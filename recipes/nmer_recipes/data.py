@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from nmer_torchrl.offline.sources import SCALED
 from nmer_torchrl.storages import move_state
 
 _AFTER = ("observation", "reward", "terminated")
-_BLOCK = 256  # rows whose neighbors are looked up at a time
 _TOLERANCE = 1e-3  # how far actions may exceed their bounds, to allow for rounding
 
 
@@ -80,7 +80,7 @@ def load_buffer(
     if kept is not None:
         buffer.sampler.load_state_dict(move_state(kept["sampler"], buffer.storage.device))
         return buffer
-    look_up_neighbors(buffer)
+    build_lists(buffer)
     if path is None:
         return buffer
     with told_of_errors(path):
@@ -134,16 +134,12 @@ def rescale(cfg: DictConfig, env: gymnasium.Env, actions: Tensor) -> Tensor:
     return scaled.clamp(-1, 1)
 
 
-def look_up_neighbors(buffer: TensorDictReplayBuffer) -> None:
-    """Looks up the neighbors of every row, so that sampling need not; shows a progress bar."""
+def build_lists(buffer: TensorDictReplayBuffer) -> None:
+    """Builds the neighbor lists of all rows, so that sampling need not; shows a progress bar."""
     loop.synchronize(buffer)
-    sampler = buffer.sampler
-    if not hasattr(sampler, "neighbors"):
-        return
-    with tqdm(total=len(buffer), desc="neighbours", unit="row", disable=None) as bar:
-        for index in torch.arange(len(buffer), device=buffer.storage.device).split(_BLOCK):
-            sampler.neighbors(buffer.storage, index)
-            bar.update(len(index))
+    if hasattr(buffer.sampler, "build"):
+        bar = partial(tqdm, desc="neighbor lists", unit="block", disable=None)
+        buffer.sampler.build(buffer.storage, progress=bar)
 
 
 def cache_file(cfg: DictConfig, env: gymnasium.Env) -> Path | None:

@@ -13,10 +13,12 @@ from nmer_torchrl.functional import as_rows, fingerprint
 from nmer_torchrl.neighbors.base import PointTable, Search
 from nmer_torchrl.neighbors.exact import nearest, refine
 from nmer_torchrl.neighbors.graph.lists import Lists
-from nmer_torchrl.neighbors.graph.scaled_points import ScaledPoints
+from nmer_torchrl.neighbors.graph.scaled_points import ScaledPoints, halve
 from nmer_torchrl.neighbors.torch import TorchSearch
 
 _BLOCK = 128  # number of new points that justify a sweep
+_GROUP = 2_048  # number of near rows whose lists are built together
+_AT_ONCE = 2**16  # number of rows that are grouped at a time
 _FEW = 2**22  # number of distances up to which computing them twice is the fastest bound
 _SAMPLE = 1_024  # columns that bound the reach of a row without a list
 _RESCORE = 0.0015  # drift of the scale after which lists are reordered
@@ -47,14 +49,15 @@ class NeighborGraph(Search):
     """
 
     fills = True
+    lists = True
     table: PointTable
 
     def __init__(self, k: int = 10, *, candidates: int | None = None, exact: bool = False) -> None:
         candidates = max(3 * k + 2, 16) if candidates is None else candidates
         if candidates < k:
             raise ValueError(
-                f"candidates={candidates} leaves no room for k={k} neighbours; "
-                "make it k at least, or leave it out."
+                f"candidates={candidates} is less than k={k}; "
+                "give at least k candidates, or leave `candidates` out."
             )
         self.k = k
         self.candidates = candidates
@@ -151,7 +154,7 @@ class NeighborGraph(Search):
         for block in new.split(_BLOCK):
             self._scaled.include(block)
             if not many:
-                self._make_lists(block, self._first_bound(block), offer=True)
+                self._make_lists([block], [self._first_bound(block)], offer=True)
         if many:  # building lists when they are queried costs less
             self._lists.listed.zero_()
 
@@ -183,32 +186,42 @@ class NeighborGraph(Search):
             unlisted[missing] = False
             more = unlisted.nonzero().squeeze(1)[: _BLOCK - len(missing)]
             missing = torch.cat([missing, more])
-        for block in missing.split(_BLOCK):  # larger blocks check more columns in vain
-            # A list that was built under another scale still bounds the new one.
-            bound = self._candidates(block)[1].amax(1) * (1 + 1e-5)
-            unbound = bound.isinf()
-            if unbound.any():
-                bound[unbound] = self._first_bound(block[unbound])
-            self._make_lists(block, bound, offer=False)
-            self._counts["built"] += len(block)
-            if self._counts["built"] % _SAMPLE < len(block):
-                self._sample = None  # there are more lists to sample from now
+        for some in missing.split(_AT_ONCE):
+            # Near rows have near columns, so that few columns of a block must be looked at.
+            for group in halve(self._scaled.centered(some), some, _GROUP):
+                self._build_group(group)
 
-    def _make_lists(self, rows: Tensor, bound: Tensor, *, offer: bool) -> None:
-        """Builds the lists of `[m]` rows from bounds on their reach; offers the rows to others."""
+    def _build_group(self, rows: Tensor) -> None:
+        """Builds the lists of near rows `[m]`."""
+        # A list that was built under another scale still bounds the new one.
+        bound = self._candidates(rows)[1].amax(1) * (1 + 1e-5)
+        unbound = bound.isinf()
+        if unbound.any():
+            bound[unbound] = self._first_bound(rows[unbound])
+        blocks = halve(self._scaled.centered(rows), torch.arange(len(rows)), _BLOCK)
+        self._make_lists([rows[b] for b in blocks], [bound[b] for b in blocks], offer=False)
+        self._counts["built"] += len(rows)
+        if self._counts["built"] % _SAMPLE < len(rows):
+            self._sample = None  # there are more lists to sample from now
+
+    def _make_lists(self, blocks: list[Tensor], bounds: list[Tensor], *, offer: bool) -> None:
+        """Builds the lists of blocks of rows from bounds on their reach; offers rows to others."""
         lists, scaled = self._lists, self._scaled
         # Replaces infinite bounds with a finite number that no distance exceeds.
-        far = scaled.beyond_all(rows)
-        limit, reach = bound.clamp_max(far), None
+        far = max(scaled.beyond_all(rows) for rows in blocks)
+        limits, reach = [bound.clamp_max(far) for bound in bounds], None
         if offer:
             reach = torch.where(lists.listed, lists.reach.clamp_max(far), -torch.inf)
-        row, column, least = scaled.sweep(rows, limit, reach)
-        if reach is not None:
-            taken = least < reach[column]
-            self._renew(lists.offer(rows[row[taken]], column[taken], scaled))
-        mine = (least < limit[row]) & (column != rows[row])
-        lists.keep(rows, bound, (row[mine], column[mine], least[mine]), scaled)
-        self._renew(rows)
+        found = scaled.sweep(blocks, limits, reach)
+        for rows, bound, limit, (row, column, least) in zip(
+            blocks, bounds, limits, found, strict=True
+        ):
+            if reach is not None:
+                taken = least < reach[column]
+                self._renew(lists.offer(rows[row[taken]], column[taken], scaled))
+            mine = (least < limit[row]) & (column != rows[row])
+            lists.keep(rows, bound, (row[mine], column[mine], least[mine]), scaled)
+            self._renew(rows)
 
     def _first_bound(self, rows: Tensor) -> Tensor:
         """Returns an upper bound `[m]` on the squared distance of each row's C-th neighbor.
@@ -217,6 +230,8 @@ class NeighborGraph(Search):
         sample of columns, and then from the lists of the nearest of these.
         """
         c, scaled = self.candidates, self._scaled
+        if len(rows) >= max(_GROUP // 2, 2 * c):  # near rows
+            return scaled.bound(rows, c + 1, columns=rows) * (1 + 1e-3) + 1e-6
         if len(rows) * self.table.size <= _FEW:
             return scaled.bound(rows, c + 1) * (1 + 1e-3) + 1e-6  # may include the row itself
         if self._sample is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
@@ -16,6 +17,7 @@ from nmer_torchrl.neighbors.exact import relative_error
 _TILE = 2**20  # distances that a sweep computes at a time, so that they stay in the CPU's cache
 _GATHER = 2**19  # numbers that are gathered at a time, for the same reason
 _FEW = 2**16  # amount of numbers below which gathering in blocks does not pay off
+_ROWS = 256  # rows that are compared at a time to bound their distances
 _STATE = ("scale", "factors", "center", "offset", "largest", "varies", "constants")
 
 
@@ -114,57 +116,81 @@ class ScaledPoints:
     # -- products ----------------------------------------------------------------------------------
 
     def sweep(
-        self, rows: Tensor, bound: Tensor, reach: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Finds pairs `[h]` of rows and columns nearer than the row's bound or the column's reach.
+        self, blocks: Sequence[Tensor], bounds: Sequence[Tensor], reach: Tensor | None = None
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Finds pairs of rows and columns nearer than the row's bound or the column's reach.
 
-        Returns rows, columns and lower bounds `[h]` of their distances, so that rounding excludes
-        no pair. `bound` is `[m]` for the rows, `reach` is `[n]` for all points. One tile of the
-        product is held at a time, in reused memory: new memory would cost more than the product.
+        Returns rows, columns and lower bounds `[h]` of their distances for each block of rows, so
+        that rounding excludes no pair. A block's bounds are `[m]`, `reach` is `[n]` for all points.
+
+        Norms and bounds are part of the product, so that it is compared with zero and not read
+        again. One tile of it is held at a time, in reused memory that stays in the cache.
         """
-        size = self.table.size
-        norms, left = self.left(rows)
-        left = left.T.contiguous()
-        step = max(_TILE // len(rows), 512)
-        memory = torch.empty(2, min(step, size), len(rows), device=left.device)
-        found = []
+        size, slack = self.table.size, 1.0 + relative_error(len(self.scale))
+        # With a reach, products are distances. Without, bounds are subtracted, rounded up.
+        offsets = [bound * slack if reach is None else 0.0 for bound in bounds]
+        lefts = [self._left(rows, offset) for rows, offset in zip(blocks, offsets, strict=True)]
+        step = max(_TILE // max(len(rows) for rows in blocks), 512)
+        memory = torch.empty(min(step, size) * lefts[0].shape[1], device=lefts[0].device)
+        right = self._new_right(min(step, size))
+        found: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in blocks]
         for start in range(0, size, step):
             tile = slice(start, min(start + step, size))
-            products, excess = memory[:, : tile.stop - start]
-            own = self.norms[tile] * self.kept_of_norms()
-            torch.addmm(norms, self.right(tile), left, out=products)
-            matters = torch.sub(products, bound, out=excess).amin(1) < -own
-            if reach is not None:
-                matters |= products.amin(1) < reach[tile] - own
-            columns = matters.nonzero().squeeze(1)
-            least = products.index_select(0, columns).add_(own[columns].unsqueeze(1))
-            limit = bound
-            if reach is not None:
-                limit = torch.maximum(bound, reach[tile][columns].unsqueeze(1))
-            column, row = (least < limit).nonzero(as_tuple=True)
-            found.append((row, columns[column] + start, least[column, row]))
-        row, column, least = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return row, column, least
+            side = self._fill_right(right[: tile.stop - start], tile)
+            for pairs, left, bound in zip(found, lefts, bounds, strict=True):
+                products = memory[: len(side) * left.shape[1]].view(len(side), -1)
+                torch.mm(side, left, out=products)
+                if reach is None:
+                    columns = (products.amin(1) < 0).nonzero().squeeze(1)
+                    some = products.index_select(0, columns)
+                    within = some < 0
+                else:
+                    here = reach[tile]
+                    columns = (products.amin(1) < here.clamp_min(bound.amax())).nonzero().squeeze(1)
+                    some = products.index_select(0, columns)
+                    within = some < torch.maximum(bound, here[columns].unsqueeze(1))
+                flat = within.view(-1).nonzero().squeeze(1)
+                row, least = flat % len(bound), some.view(-1).index_select(0, flat)
+                column = columns[flat // len(bound)] + start
+                pairs.append((row, column, least + bound[row] if reach is None else least))
+        return [_concatenate(pairs) for pairs in found]
 
-    def bound(self, rows: Tensor, count: int) -> Tensor:
+    def bound(self, rows: Tensor, count: int, columns: Tensor | None = None) -> Tensor:
         """Returns upper bounds `[m]` on the distance of each row's `count`-th nearest point.
 
-        Points are divided into groups, and only the nearest point of each group is ranked, which is
-        cheap. Nearly all of the nearest points are in different groups.
+        Compares with all points, or with those at positions `[n]`. Points are divided into groups,
+        and only the nearest point of each group is ranked, which is cheap. Nearly all of the
+        nearest points are in different groups.
         """
-        size, kept = self.table.size, self.kept_of_norms()
-        norms, left = self.left(rows)
+        size = self.table.size if columns is None else len(columns)
         groups = min(8 * count, size)
         if count > groups:
-            return torch.full_like(norms, torch.inf)
+            return torch.full((len(rows),), torch.inf, device=rows.device)
         some = slice(0, size // groups * groups)
-        products = torch.addmm(norms, self.right(some), left.T)
-        products += (self.norms[some] * kept).unsqueeze(1)
-        minima = products.view(-1, groups, len(rows)).amin(0)
-        lower = minima.T.topk(count, largest=False).values[:, -1]
+        right = self._fill_right(
+            self._new_right(some.stop), some if columns is None else columns[some]
+        )
+        lower = []
+        for block in rows.split(_ROWS):
+            minima = (right @ self._left(block)).view(-1, groups, len(block)).amin(0)
+            lower.append(minima.T.topk(count, largest=False).values[:, -1])
         own = self.centered(rows).norm(dim=-1)
         rounding = (own + self.offset) * own + self.largest
-        return lower + 2.0 * (1.0 - kept) * rounding
+        return torch.cat(lower) + 2.0 * (1.0 - self.kept_of_norms()) * rounding
+
+    def _left(self, rows: Tensor, offset: Tensor | float = 0.0) -> Tensor:
+        """Returns `[d + 2, m]`, whose product with the other side is a lower bound less offset."""
+        norms, left = self.left(rows)
+        return torch.cat([left, left.new_ones(len(rows), 1), (norms - offset).unsqueeze(1)], 1).T
+
+    def _new_right(self, count: int) -> Tensor:
+        return self.norms.new_ones(count, self.table.points.shape[1] + 2)
+
+    def _fill_right(self, out: Tensor, index: Tensor | slice) -> Tensor:
+        """Writes the other side `[n, d + 2]` of the product to `out`: points, norms and ones."""
+        out[:, :-2] = self.right(index)
+        torch.mul(self.norms[index], self.kept_of_norms(), out=out[:, -2])
+        return out
 
     def left(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns numbers `[m]` and vectors `[m, d]` for lower bounds of distances to `right`.
@@ -217,3 +243,27 @@ class ScaledPoints:
         device = self.table.points.device
         self.factors, self.center = self.factors.to(device), self.center.to(device)
         self.norms.fill_(torch.inf)[: len(state["norms"])] = state["norms"]
+
+
+def _concatenate(pairs: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    row, column, least = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    return row, column, least
+
+
+def halve(points: Tensor, positions: Tensor, size: int) -> list[Tensor]:
+    """Splits positions `[n]` into groups of at most `size` whose points `[n, d]` are near.
+
+    Points are split in half across the direction in which they vary most, again and again.
+    """
+    if len(positions) <= size:
+        return [positions]
+    centered = points - points.mean(0)
+    direction = centered[:, centered.square().sum(0).argmax()]
+    for _ in range(2):  # steps of the power iteration, enough for a good direction
+        axis = centered.T @ direction
+        direction = centered @ (axis / axis.norm().clamp_min(1e-30))
+    first, second = direction.argsort().tensor_split(2)
+    return [
+        *halve(points[first], positions[first], size),
+        *halve(points[second], positions[second], size),
+    ]
