@@ -79,7 +79,9 @@ def test_density_follows_what_is_stored():
         buffer.extend(make_transitions(25))
     ReplayBufferEnsemble(first, second, sample_from_all=True, batch_size=50).sample()
     assert shares == pytest.approx([0.4, 0.4])  # by the rows of both
-    with pytest.raises(RuntimeError, match="rows of its buffer, but it was called outside of a buffer"):
+    with pytest.raises(
+        RuntimeError, match="rows of its buffer, but it was called outside of a buffer"
+    ):
         schedule(0)
 
 

@@ -246,7 +246,8 @@ def test_a_row_that_is_terminal_and_a_time_limit_counts_as_a_time_limit():
     log["terminals"] = log["terminals"] | log["timeouts"]
     made, plain = make_transitions(log), make_transitions(make_log(following=True))
     assert_same(made.rows, plain.rows)
-    assert "Rows that are both terminal and a time limit: 3. They count as limits." in made.notes
+    note = "Rows that are both terminal and a time limit: 3. They count as time limits."
+    assert note in made.notes
 
 
 def test_ends_are_found_where_the_next_row_starts_elsewhere():
@@ -283,7 +284,10 @@ def test_forms_that_logs_have_are_accepted():
 
 LOG = make_log()
 WRONG = {
-    "missing": ({"rewards": None}, "lack 'rewards'; the given arrays are 'observations', 'actions'"),
+    "missing": (
+        {"rewards": None},
+        "lack 'rewards'; the given arrays are 'observations', 'actions'",
+    ),
     "length": ({"actions": np.zeros((59, 2))}, "'actions' has 59 rows, but 'observations' has 60"),
     "flags length": ({"timeouts": np.zeros(3)}, "'timeouts' has 3 rows"),
     "width": ({"next_observations": np.zeros((60, 4))}, "has 4 numbers per row, but .* has 3"),
@@ -330,8 +334,8 @@ def test_notes_name_what_looks_wrong():
         "Terminal rows right after another terminal row: 1. If the flag stays set after an episode "
         "has ended, remove the rows up to the beginning of the next episode.",
         "max_steps=7 is not used: the data has time limits.",
-        "Places where rows left out interrupt an episode: 1. What follows counts as another "
-        "episode.",
+        "Places where rows left out interrupt an episode: 1. The rows after each place count as "
+        "another episode.",
         "Terminal rows among those left out: 1.",
     )
 
@@ -578,7 +582,9 @@ def test_a_minari_dataset_is_loaded_by_id_and_by_folder(write_minari):
             assert bool(row["next", "truncated"]) == (last and ends == "limit")
             number += 1
     assert number == len(made)
-    assert made.notes == ("Rows that are both terminal and a time limit: 1. They count as time limits.",)
+    assert made.notes == (
+        "Rows that are both terminal and a time limit: 1. They count as time limits.",
+    )
     for source in (folder, folder / "data", str(folder)):
         assert_same(load_transitions(source).rows, made.rows)
     with pytest.raises(ValueError, match="part of a Minari dataset; give the dataset's folder"):

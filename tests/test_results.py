@@ -164,7 +164,10 @@ def test_words_on_rivals():
     assert (paired.verdict == "ahead").equals(paired.score_low > 0)
     ahead = [method for method in methods if paired.score_low[method, "uniform"] > 0]
     names = ["NMER" if method == "nmer" else f"`{method}`" for method in ahead]
-    says(f"{enumerate_words(names)} are ahead of uniform replay. No other difference is shown.")
+    behind = paired.index[paired.score_high < 0].tolist()
+    assert behind == [("nmer", "ct")]
+    assert (paired.score_low > 0).sum() == len(ahead)
+    says(f"{enumerate_words(names)} are ahead of uniform replay. NMER is behind `ct`. No other")
     assert {"1nn", "mixup"} <= {*ahead}
     says("not shown. Both are ahead of uniform replay, too.")
     gaps = by_seed("rivals", "HalfCheetah", "score")
@@ -179,9 +182,10 @@ def test_words_on_rivals():
         says(f"{begin} score of {name.removesuffix(' is') if other == 'mixup' else name} {gap}")
     says(f", and {range_of(gaps)} by seed.")
     row = paired.loc["nmer", "ct"]
-    assert row.area_high < 0 < row.score_high
+    assert row.area_high < 0
+    assert row.score_high < 0
     area = f"[{row.area_low:+.0f}, {row.area_high:+.0f}]"
-    says(f"This interval includes zero. The interval of the area, {area}, does not")
+    says(f"The interval of the area, {area}, lies below zero, too")
 
 
 def test_first_lines_of_page_and_readme():
