@@ -237,7 +237,7 @@ def test_without_time_limits_a_note_says_that_episodes_are_joined():
     del log["timeouts"]
     (note,) = make_transitions(log).notes
     assert "`timeouts`" in note
-    assert "max_steps=" in note
+    assert "`max_steps`" in note
     assert not make_transitions(make_log()).notes
 
 
@@ -763,7 +763,7 @@ def test_a_save_that_is_killed_is_noticed(tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert not target.exists()
     assert [path.suffix for path in tmp_path.iterdir()] == [".tmp"]
-    with pytest.raises(FileNotFoundError, match="There is no"):
+    with pytest.raises(FileNotFoundError, match="saved' does not exist"):
         load_transitions(target)
     make_transitions(LOG).save(target)
     assert len(load_transitions(target)) == 57

@@ -229,7 +229,8 @@ def _find_ends(log: _Log, max_steps: int | None, notes: list[str]) -> _Ends:
         truncated = log.timeouts
         if both := int((terminated & truncated).sum()):
             notes.append(
-                f"Rows that are both terminal and a time limit: {both:,}. They count as time limits."
+                f"Rows that are both terminal and a time limit: {both:,}. They count as time "
+                "limits."
             )
         terminated = terminated & ~truncated
         if max_steps is not None:
