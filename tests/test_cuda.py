@@ -40,7 +40,7 @@ def refusal(kind, search, metric):
     if metric == "product" and search in ("graph", "faiss"):
         return "does not support ProductNorm"
     if metric == "product" and kind == "gp":
-        return "needs a Euclidean space"
+        return "needs a metric with a Euclidean embedding"
     return None
 
 

@@ -198,7 +198,9 @@ class NeighborGraph(Search):
         unbound = bound.isinf()
         if unbound.any():
             bound[unbound] = self._first_bound(rows[unbound])
-        blocks = halve(self._scaled.centered(rows), torch.arange(len(rows)), _BLOCK)
+        blocks = halve(
+            self._scaled.centered(rows), torch.arange(len(rows), device=rows.device), _BLOCK
+        )
         self._make_lists([rows[b] for b in blocks], [bound[b] for b in blocks], offer=False)
         self._counts["built"] += len(rows)
         if self._counts["built"] % _SAMPLE < len(rows):
