@@ -1,4 +1,4 @@
-"""Checks of numbers; unlike in Python, booleans are not numbers here."""
+"""Checks numbers; unlike in Python, booleans are not numbers here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 @dataclass(frozen=True)
 class Number:
-    """A callable check that describes which numbers an option accepts, and rejects all others.
+    """Checks that an option is a number in some range, and describes that range in errors.
 
     Args:
         least: Smallest allowed value.

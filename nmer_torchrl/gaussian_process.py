@@ -12,7 +12,9 @@ from nmer_torchrl.checks import POSITIVE
 
 @dataclass(frozen=True)
 class GaussianProcess:
-    """Batched Gaussian process regression from n points with a squared exponential kernel.
+    """Predicts outputs by Gaussian process regression from n points, in batches.
+
+    The kernel is squared exponential.
 
     The kernel is `k(x, y) = exp(-|x - y|**2 / (2 l**2))`, where `l` is the lengthscale times the
     mean distance between the points of a neighborhood. With `K` the kernel between the points plus

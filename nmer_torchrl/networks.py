@@ -30,7 +30,7 @@ def make_mlp(widths: Sequence[int], seed: int) -> nn.Sequential:
 
 
 class CarefulAdam:
-    """An Adam optimizer that skips steps whose gradient, or its square, is not finite.
+    """Takes steps of Adam, and skips those whose gradient, or its square, is not finite.
 
     Such a step, for example from rewards of 1e30, would permanently leave NaN in the parameters or
     infinities in the moments. The check is on the parameters' device, so that nothing waits for it.

@@ -16,7 +16,7 @@ from nmer_torchrl.functional import as_rows
 
 
 class PairStorage(LazyTensorStorage):
-    """A `LazyTensorStorage` that reads batches and writes single rows faster.
+    """Reads batches and writes single rows faster than `LazyTensorStorage`.
 
     The results are the same. Each entry is gathered with `index_select`. For `[B, 2]` positions of
     a pair sampler it gathers all anchors first and then all partners, so that both are contiguous
@@ -94,7 +94,7 @@ def move_state(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _read_rows(data: TensorDict, index: Tensor, size: int) -> TensorDictBase:
-    """Returns the rows at positions `[B]` of entries `[n, ...]`, of which `size` are written."""
+    """Returns the rows at positions `[B]`; the first `size` rows of entries `[n, ...]` exist."""
     entries: dict[str, Any] = {}
     for name, value in data.items():
         if isinstance(value, Tensor):

@@ -44,7 +44,7 @@ MethodName = Literal[
     PrioritizedPair,
     TemporalPair,
 ]
-"""The names of the methods that `make_replay_buffer` knows."""
+"""The names of the methods that `make_replay_buffer` accepts."""
 
 
 class BufferOptions(TypedDict, total=False):

@@ -16,7 +16,7 @@ S = TypeVar("S", bound=Sampler)
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC, Generic[S]):
-    """A replay method with its options, which builds the sampler and transform of a buffer.
+    """Builds the sampler and the transform of a buffer from the options of a replay method.
 
     A method is a frozen dataclass. Its fields are its options with their defaults. Fields that are
     declared with `option` are checked. `S` is the type of its sampler, so that type checkers know

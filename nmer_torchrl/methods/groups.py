@@ -181,7 +181,7 @@ class Prioritized(Method[S]):
 
     Keyword Args:
         priority_alpha: Exponent of the priorities: 0 draws uniformly, 1 in proportion to them.
-        priority_beta: Exponent of the importance weights: 0 is no correction, 1 is full correction.
+        priority_beta: Exponent of the importance weights: 0 means no correction, 1 full correction.
         priority_eps: Constant that is added to each priority, so that every row can be drawn.
     """
 

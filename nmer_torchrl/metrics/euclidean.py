@@ -20,7 +20,7 @@ from nmer_torchrl.tracking.standardize import RunningStandardizer
 
 
 class Euclidean(Metric):
-    """The norm of `weight * (a - b) / std`, dimension by dimension: the metric of NMER.
+    """Measures the norm of `weight * (a - b) / std`, by dimension: the metric of NMER.
 
     `std` is the standard deviation among the rows stored now, or 1 if a dimension does not vary.
     The default graph search may lag behind it by less than a percent (see `NeighborPairSampler`).
@@ -69,7 +69,7 @@ class Euclidean(Metric):
 
 
 class ProductNorm(Metric):
-    """The product of two norms over Z-scored differences, one of states and one of actions.
+    """Measures the product of two norms of Z-scored differences, of states and of actions.
 
     This is an option of the code that the authors of NMER released. It is not a metric in the
     strict sense: two rows have distance 0 if their states *or* their actions are equal, so
@@ -129,7 +129,7 @@ def _by_dimension(values: dict[NestedKey, float], widths: Widths) -> Tensor:
 
 @dataclass(frozen=True)
 class ScaledView:
-    """The norm of `(a - b) * scale` for a scale `[d]`; the product of g norms for `[g, d]`."""
+    """Measures the norm of `(a - b) * scale`, or the product of g norms if scale is `[g, d]`."""
 
     scale: Tensor
 

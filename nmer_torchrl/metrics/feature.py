@@ -14,12 +14,12 @@ from nmer_torchrl.neighbors import SearchOption
 
 
 class FeatureSpace(Metric):
-    """A metric (not a `Space`) over features of rows, such as those of a learned encoder.
+    """Measures distances between features of rows, such as those of a learned encoder.
 
-    The function is called without gradients on stored rows, a `TensorDict` of batch size `[n]`, and
-    returns points `[n, f]`. It is called once for each row that is written. When the function
-    itself changes, such as after an encoder was trained, call `sampler.refresh()` to apply it to
-    all rows again.
+    This is a metric, not a `Space`. The function is called without gradients on stored rows, a
+    `TensorDict` of batch size `[n]`, and returns points `[n, f]`. It is called once for each row
+    that is written. When the function itself changes, such as after an encoder was trained, call
+    `sampler.refresh()` to apply it to all rows again.
 
     Args:
         feature: The function or module that maps rows to points.

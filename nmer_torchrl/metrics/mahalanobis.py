@@ -21,7 +21,7 @@ _WIDER = 8  # factor on the number of candidates if the first ones do not prove 
 
 
 class Mahalanobis(Metric):
-    """The norm of `W (a - b)`, where `W` whitens the rows stored now.
+    """Measures the norm of `W (a - b)`, where `W` whitens the rows stored now.
 
     With `z` the Z-scored difference and `R` the correlation matrix of the rows stored now, the
     squared distance is `z^T ((1 - shrinkage) R + shrinkage I)^-1 z`: correlated dimensions count

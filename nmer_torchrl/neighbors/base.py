@@ -124,7 +124,7 @@ class _Plain(Search):
 
 
 class PointTable:
-    """A table of points `[capacity, d]` by storage position, with a flag for occupied positions.
+    """Holds points `[capacity, d]` by storage position, with a flag for occupied positions.
 
     The table keeps the dtype (float32 or float64) and device of the first points, and grows as
     needed. `points` is zero where `valid` is false. Copies and pickles are empty, because the

@@ -13,7 +13,7 @@ from nmer_torchrl.checks import COUNT, POSITIVE, Number
 
 @dataclass(frozen=True)
 class QuantileCap:
-    """A distance limit that is a quantile of the distances of recent pairs.
+    """Limits distances to a quantile of the distances of recent pairs.
 
     The current batch counts among the recent pairs. With 0.9, about 10% of the pairs, those that
     are farthest apart, are not mixed. An anchor that is paired with itself has a distance of 0.

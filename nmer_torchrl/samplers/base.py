@@ -33,7 +33,7 @@ class StateFile:
 
 
 class LockedSampler(StateFile, Sampler):
-    """A sampler with a lock."""
+    """Adds a lock to a sampler."""
 
     def __init__(self) -> None:
         # `ReplayBuffer.empty`, among others, does not wait for prefetching threads.
@@ -50,7 +50,7 @@ class LockedSampler(StateFile, Sampler):
 
 
 class Paired:
-    """A sampler with a pairing, which follows the storage."""
+    """Adds a pairing, which follows the storage, to a sampler."""
 
     unit: Pairing
 

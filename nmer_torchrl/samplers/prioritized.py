@@ -43,7 +43,7 @@ class CheckedPrioritizedSampler(StateFile, PrioritizedSampler):
     Args:
         max_capacity: Number of rows that the storage can hold.
         alpha: Exponent of the priorities: 0 draws uniformly, 1 in proportion to them.
-        beta: Exponent of the importance weights: 0 is no correction, 1 is full correction.
+        beta: Exponent of the importance weights: 0 means no correction, 1 full correction.
         eps: Constant that is added to each priority, so that every row can be drawn.
 
     Examples:
@@ -216,7 +216,7 @@ class PrioritizedNeighborPairSampler(NeighborQueries, CheckedPrioritizedSampler)
 
     Keyword Args:
         alpha: Exponent of the priorities: 0 draws anchors uniformly, 1 in proportion to them.
-        beta: Exponent of the importance weights: 0 is no correction, 1 is full correction.
+        beta: Exponent of the importance weights: 0 means no correction, 1 full correction.
         eps: Constant that is added to each priority, so that every row can be drawn.
 
     Examples:

@@ -23,7 +23,7 @@ _ROUNDING = 64 * 2.0**-106  # relative error of a sum in pairs of float64
 _CHUNK = 512  # number of rows that fit into a processor's cache
 _DEVICE_CHUNK = 65_536
 DOUBT = 1e-9  # relative rounding error of a variance above which it is recomputed
-_LOOK = 256  # writes between two checks of numbers on a device, each of which waits for it
+_LOOK = 256  # writes between two checks on a device; each check waits for the device
 
 
 def recompute_if_doubtful(statistics: Any, stored: Callable[[], Tensor]) -> None:

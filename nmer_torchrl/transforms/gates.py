@@ -140,7 +140,7 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True)
 class LinearFraction:
-    """A share that changes linearly from `first` to `last` over a number of drawn rows.
+    """Changes the share linearly from `first` to `last` over a number of drawn rows.
 
     After that it stays at `last`. A batch of 256 counts as 256 rows.
 
@@ -165,7 +165,7 @@ class LinearFraction:
 
 @dataclass(frozen=True)
 class ExponentialFraction:
-    """A share that moves from `first` half of the way to `last` in each `half_life` drawn rows.
+    """Changes the share from `first` half of the way to `last` in each `half_life` drawn rows.
 
     Examples:
         >>> schedule = ExponentialFraction(1.0, 0.0, half_life=1_000)
@@ -188,7 +188,7 @@ class ExponentialFraction:
 
 @dataclass(frozen=True)
 class DensityFraction:
-    """A share that changes from `first` to `last` as the buffer fills to a number of rows.
+    """Changes the share from `first` to `last` as the buffer fills to a number of rows.
 
     After that it stays at `last`. With more stored rows, neighbors are nearer and mixes are better.
     The rows of the buffer that draws are counted; in an ensemble, the rows of all members.

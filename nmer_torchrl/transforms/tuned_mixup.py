@@ -22,7 +22,7 @@ _LEAST = 1e-3  # smallest alpha; weights are then almost always 0 or 1
 
 @final
 class TunedMixup(Fold):
-    """A `PairMixup` that tunes alpha so that mixed transitions stay near the observed ones.
+    """Mixes pairs as `PairMixup` does, and tunes alpha to keep mixes near observed transitions.
 
     It follows Lin et al., Continuous Transition (2020). A discriminator learns to predict next
     observation and reward from observation and action, on both rows of each pair. If its prediction
