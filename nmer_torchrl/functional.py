@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -21,6 +22,11 @@ def sample_beta(
 ) -> Tensor:
     """Draws weights `w ~ Beta(alpha, alpha)` of the given shape, in float32.
 
+    If `t` follows Student's t distribution with `2 * alpha` degrees of freedom,
+    `1 / 2 + t / (2 * sqrt(2 * alpha + t**2))` follows the Beta distribution. For uniform `u` and
+    `v`, `sqrt(2 * alpha * (u**(-1 / alpha) - 1)) * cos(2 * pi * v)` is such a `t` (Bailey, 1994).
+    This draws no number in vain, unlike a rejection method, and is exact for every `alpha`.
+
     `alpha` may be a scalar tensor on the device of the weights, which is then not read by the host.
 
     Examples:
@@ -28,34 +34,11 @@ def sample_beta(
         >>> weight.shape, bool(((weight >= 0) & (weight <= 1)).all())
         (torch.Size([1000, 1]), True)
     """
-    if isinstance(alpha, Tensor) or not 0.5 <= alpha <= 1e6:
-        return _sample_beta_by_logarithms(alpha, shape, generator, device)
-    # torch.distributions.Beta accepts no generator, but the function that it calls does.
-    concentration = _concentration(alpha, (*shape, 2), device)
-    return torch._sample_dirichlet(concentration, generator=generator)[..., 0]
-
-
-@functools.lru_cache(maxsize=8)
-def _concentration(alpha: float, shape: tuple[int, ...], device: torch.device | None) -> Tensor:
-    """Returns a cached tensor filled with `alpha`, which must not be changed in place."""
-    return torch.full(shape, alpha, device=device)
-
-
-def _sample_beta_by_logarithms(
-    alpha: float | Tensor,
-    shape: tuple[int, ...],
-    generator: torch.Generator | None,
-    device: torch.device | None,
-) -> Tensor:
-    """Draws Beta weights in logarithms, by `Gamma(a) = Gamma(a + 1) * U ** (1 / a)`.
-
-    It is used where direct gamma draws may leave the range of float32.
-    """
-    concentration = torch.ones((2, *shape), dtype=torch.float64, device=device) + alpha
-    gamma = torch._standard_gamma(concentration, generator=generator)
-    uniform = torch.rand((2, *shape), generator=generator, dtype=torch.float64, device=device)
-    first, second = gamma.log() + torch.log1p(-uniform) / alpha
-    return torch.sigmoid(first - second).float()
+    exponential = torch.empty(shape, device=device).exponential_(generator=generator)  # -log(u)
+    odds = exponential.div_(alpha).expm1_().reciprocal_()  # 1 / (u**(-1 / alpha) - 1)
+    cosine = torch.rand(shape, generator=generator, device=device).mul_(2 * math.pi).cos_()
+    ratio = odds.addcmul_(cosine, cosine).rsqrt_().mul_(cosine)  # t / sqrt(2 * alpha + t**2)
+    return ratio.add_(1.0).mul_(0.5)
 
 
 def sample_dirichlet(
@@ -72,7 +55,8 @@ def sample_dirichlet(
         >>> torch.allclose(weight.sum(-1), torch.ones(100))
         True
     """
-    # In logarithms, as above: gamma draws of a small alpha leave the range of float32.
+    # By `Gamma(a) = Gamma(a + 1) * U ** (1 / a)` in logarithms: gamma draws of a small alpha
+    # leave the range of float32.
     concentration = torch.full(shape, alpha + 1.0, dtype=torch.float64, device=device)
     gamma = torch._standard_gamma(concentration, generator=generator)
     uniform = torch.rand(shape, generator=generator, dtype=torch.float64, device=device)

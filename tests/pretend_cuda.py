@@ -51,7 +51,6 @@ from tensordict import MemoryMappedTensor
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from nmer_torchrl.functional import _concentration
 from nmer_torchrl.neighbors.keops import _import_pykeops
 
 CUDA = torch.device("cuda:0")
@@ -593,7 +592,6 @@ def pretend_cuda() -> Iterator[Waits]:
         # `Module.to` would write into parameters that stay where they are.
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrite)
-        stack.callback(_concentration.cache_clear)  # it keeps tensors
         stack.enter_context(_EveryOperation())
         yield _WAITS
 

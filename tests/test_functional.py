@@ -64,8 +64,17 @@ def test_tiny_alpha_gives_coin_flips_and_no_nan():
 
 
 def test_weights_repeat_with_their_generator():
-    first, second = (sample_beta(0.75, (5,), generator=torch.Generator().manual_seed(3)),) * 2
+    first, second, other = (
+        sample_beta(0.75, (5,), generator=torch.Generator().manual_seed(seed)) for seed in (3, 3, 4)
+    )
     assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("alpha", [1e-4, 0.4, 0.75, 1e6])
+def test_weights_are_within_bounds_and_finite(alpha):
+    weights = sample_beta(alpha, (200_000,), generator=torch.Generator().manual_seed(0))
+    assert ((weights >= 0) & (weights <= 1)).all()
 
 
 def test_neighbors_are_chosen_uniformly_among_those_there_are():

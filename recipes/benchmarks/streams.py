@@ -21,10 +21,10 @@ from nmer_recipes.seeding import seeds
 from benchmarks.experience import TrainingRun
 
 
-def record(name: str, frames: int, *, seed: int = 0) -> np.ndarray:
-    """Trains for `frames` frames and returns the points `[frames, d]`, float32."""
+def record(name: str, frames: int, *, seed: int = 0, ratio: float = 1) -> np.ndarray:
+    """Trains for `frames` frames, with `ratio` updates each; returns points `[frames, d]`."""
     torch.manual_seed(seeds(seed)["networks"])
-    settings = {"total_frames": frames, "random_frames": 1_000, "replay_ratio": 1}
+    settings = {"total_frames": frames, "random_frames": 1_000, "replay_ratio": ratio}
     settings |= {"env": {"id": name}, "hidden": [256, 256], "seed": seed}
     run = TrainingRun(OmegaConf.create(settings))
     for _ in tqdm(range(frames), desc=name, unit="frame", mininterval=1):
@@ -39,10 +39,11 @@ def main() -> None:
     parser.add_argument("--env", default="HalfCheetah-v5")
     parser.add_argument("--frames", type=int, default=30_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ratio", type=float, default=1, help="updates per frame (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("stream.npz"))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    points = record(args.env, args.frames, seed=args.seed)
+    points = record(args.env, args.frames, seed=args.seed, ratio=args.ratio)
     np.savez_compressed(args.out, points=points)
     print(f"{args.out}: {points.shape[0]} points of {points.shape[1]} dimensions")
 
