@@ -1,8 +1,9 @@
 """Measures the neighbor graph's cost and accuracy on streams of real training.
 
     python recipes/benchmarks/graph.py feed --stream stream.npz     # a whole stream, one by one
-    python recipes/benchmarks/graph.py train --stream stream.npz    # TD3 at replay ratio 20
+    python recipes/benchmarks/graph.py train --stream stream.npz    # TD3 beside uniform replay
     python recipes/benchmarks/graph.py recall --stream a.npz b.npz  # all along the streams
+    python recipes/benchmarks/graph.py build --stream a.npz b.npz   # all lists, beside FAISS
     python recipes/benchmarks/graph.py save --stream stream.npz     # saved lists, beside new ones
 
 Each prints a table and writes a CSV to `--out`. Streams are made by `streams.py`.
@@ -15,28 +16,36 @@ import logging
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from hydra import compose, initialize_config_dir
 from measure import make_rows, recall, write_table
-from omegaconf import OmegaConf
 from plain import TD3
-from tensordict.nn import TensorDictModule
+from tensordict import TensorDict
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from nmer_recipes.collect import FrameCollector
+import td3
+from nmer_recipes.blocks import as_block
+from nmer_recipes.collect import make_collector
+from nmer_recipes.config import register_resolvers
 from nmer_recipes.envs import make_env
-from nmer_recipes.seeding import Stream
+from nmer_recipes.replay import Source, draw, make_buffer, store
+from nmer_recipes.runs import Clock
+from nmer_recipes.seeding import seeds
+from nmer_recipes.settings import CONF
 
 from nmer_torchrl import make_replay_buffer
 from nmer_torchrl.neighbors import NeighborGraph
 from nmer_torchrl.tracking.standardize import RunningStandardizer
 
 K = 10
+NO_TRICKS = ("actor_l2=0", "grad_clip=null", "device=cpu", "logger=none")
 
 
 def bench_feed(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -85,53 +94,78 @@ def bench_feed(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def bench_train(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Trains TD3 on HalfCheetah-v5 at replay ratio 20, from a buffer preloaded with 100K rows."""
+    """Trains TD3 on HalfCheetah-v5 with uniform replay and with NMER, in turns.
+
+    Both begin with a buffer that holds the stream's first rows, whose lists are built before the
+    clock starts. Everything but evaluation counts, as in the recipe, whose functions this calls.
+    """
     points = torch.from_numpy(np.load(args.stream[0])["points"])[: args.rows]
     rows = make_rows(len(points), 17, 6).exclude(("next", "truncated"), ("next", "done"))
     rows["observation"], rows["action"] = points[:, :17].clone(), points[:, 17:].clone()
     rows["next", "observation"] = points[:, :17].roll(-1, 0)
-    times: dict[str, list[float]] = {"uniform": [], "nmer": []}
-    loops = {}
-    for kind in times:
-        torch.manual_seed(0)
-        buffer = make_replay_buffer(kind, capacity=1_000_000, batch_size=100)
-        buffer.extend(rows)
-        agent = TD3(17, 6, hidden=(400, 300))
-        if kind == "nmer":  # lists are built on request: request all before timing
-            begin = time.perf_counter()
-            for index in tqdm(torch.arange(len(rows)).split(256), desc="lists", mininterval=1):
-                buffer.sampler.neighbors(buffer.storage, index)
-            print(f"making all lists took {time.perf_counter() - begin:.0f} s")
-        collector = FrameCollector(
-            [make_env(OmegaConf.create({"id": "HalfCheetah-v5"}))],
-            TensorDictModule(agent.actor, ["observation"], ["action"]),
-            seed=0,
-            random_frames=0,
-            stream=Stream(0, torch.device("cpu")),
-            device=torch.device("cpu"),
-        )
-        loops[kind] = (collector, buffer, agent)
-    for _ in tqdm(range(args.rounds), desc="rounds of 50 steps"):
-        for kind, (collector, buffer, agent) in loops.items():
-            begin = time.perf_counter()
-            for _ in range(50):
-                buffer.add(collector.step())
-                for _ in range(20):
-                    agent.update(buffer.sample())
-            times[kind].append(time.perf_counter() - begin)
-    totals = {kind: sum(values) for kind, values in times.items()}
-    frames = 50 * args.rounds
-    return [
-        {
-            "replay": kind,
-            "preloaded": len(rows),
-            "frames": frames,
-            "updates": 20 * frames,
-            "ms per frame": 1e3 * totals[kind] / frames,
-            "ratio": totals[kind] / totals["uniform"],
-        }
-        for kind in totals
-    ]
+    loops = {kind: TrainingLoop(kind, rows) for kind in ("uniform", "nmer")}
+    results = []
+    for ratio, frames in ((1, 256), (5, 128), (20, 64)):
+        for loop in loops.values():
+            loop.run(frames // 2, ratio)  # compiles and warms up
+            loop.clock = Clock()
+        parts = ("environment", "upkeep", "sample", "update")
+        rounds: dict[str, list[float]] = {kind: [] for kind in loops}
+        for _ in tqdm(range(args.rounds), desc=f"ratio {ratio}, rounds of {frames} frames"):
+            for kind, loop in loops.items():
+                begin = time.perf_counter()
+                loop.run(frames, ratio)
+                rounds[kind].append(time.perf_counter() - begin)
+        for kind, loop in loops.items():
+            by_round = np.array(rounds[kind]) / np.array(rounds["uniform"])
+            each = {f"{part} ms": 1e3 * loop.clock.seconds[part] for part in parts}
+            results.append(
+                {
+                    "replay ratio": ratio,
+                    "replay": kind,
+                    "rows before": len(rows),
+                    "frames": frames * args.rounds,
+                    "ms per frame": 1e3 * sum(rounds[kind]) / (frames * args.rounds),
+                    **{name: value / (frames * args.rounds) for name, value in each.items()},
+                    "ratio": sum(rounds[kind]) / sum(rounds["uniform"]),
+                    "by round": f"{by_round.min():.3f} to {by_round.max():.3f}",
+                }
+            )
+            print(results[-1], flush=True)
+    return results
+
+
+class TrainingLoop:
+    """The loop of the TD3 recipe without evaluation, on a buffer that already holds rows."""
+
+    def __init__(self, kind: str, rows: TensorDict) -> None:
+        settings = (f"replay={kind}", "total_frames=1000000", "random_frames=0", "compile=true")
+        register_resolvers()
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            cfg = compose("td3", overrides=["env=HalfCheetah", *NO_TRICKS, *settings])
+        seed, device = seeds(0), torch.device("cpu")
+        torch.manual_seed(seed["networks"])
+        _, explorer, agent = td3.make_agent(cfg, 17, 6, device)
+        self.update, _ = td3.make_update(cfg, agent)
+        self.collector = make_collector(cfg, make_env(cfg.env), explorer, lambda: None, seed)
+        self.buffer = make_buffer(cfg, seed["replay"])
+        self.buffer.extend(rows)
+        if kind == "nmer":
+            self.buffer.sampler.build(self.buffer.storage, progress=partial(tqdm, desc="lists"))
+        self.clock, self.sources, self.updates = Clock(), [Source(self.buffer, cfg.batch_size)], 0
+
+    def run(self, frames: int, ratio: int) -> None:
+        """Trains for some frames."""
+        for _ in range(frames):
+            with self.clock("environment"):
+                row = self.collector.step()
+            with self.clock("upkeep"):
+                store(self.buffer, row, self.collector.ended)
+            for (drawn,) in draw(self.sources, ratio, self.clock):
+                with self.clock("update"):
+                    block = as_block(drawn, self.sources[0].rows, torch.device("cpu"))
+                    self.update(block, self.updates)
+                    self.updates += ratio
 
 
 def bench_recall(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -168,6 +202,61 @@ def bench_recall(args: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
+def bench_build(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Times building the lists of a table that was filled at once, beside FAISS's flat index.
+
+    FAISS answers the same question: the `K` nearest of every point. `product` is only the matrix
+    product of all points with all points, in blocks that stay in the cache.
+    """
+    import faiss
+
+    faiss.omp_set_num_threads(args.threads)
+    results = []
+    for path in args.stream:
+        stream = torch.from_numpy(np.load(path)["points"])
+        for n in (size for size in args.sizes if size <= len(stream)):
+            stats = RunningStandardizer(stream.shape[1])
+            points = stream[:n]
+            stats.update(points)
+            row = {"stream": path.stem, "rows": n, "d": points.shape[1], "threads": args.threads}
+            times: dict[str, list[float]] = {"lists s": [], "faiss s": [], "product s": []}
+            for _ in range(args.rounds):
+                graph = NeighborGraph(K)
+                graph.write(torch.arange(n), points)
+                begin = time.perf_counter()
+                blocks = torch.arange(n).split(2**16)
+                for index in tqdm(blocks, desc="lists", leave=False, mininterval=1):
+                    graph.query(index, K, stats.scale)
+                times["lists s"].append(time.perf_counter() - begin)
+                scaled = (points * stats.scale).float()
+                if n <= args.most:
+                    begin = time.perf_counter()
+                    index = faiss.IndexFlatL2(points.shape[1])
+                    index.add(scaled.numpy())
+                    index.search(scaled.numpy(), K + 1)
+                    times["faiss s"].append(time.perf_counter() - begin)
+                begin = time.perf_counter()
+                multiply(scaled)
+                times["product s"].append(time.perf_counter() - begin)
+            asked = torch.randint(n, (512,))
+            found = graph.query(asked, K, stats.scale)
+            row |= {name: min(each) if each else float("nan") for name, each in times.items()}
+            row["lists / faiss"] = row["lists s"] / row["faiss s"]
+            row["lists / product"] = row["lists s"] / row["product s"]
+            row["recall"] = recall(points, asked, found, stats.scale)
+            results.append(row)
+            print(row, flush=True)
+    return results
+
+
+def multiply(points: torch.Tensor) -> None:
+    """Multiplies points `[n, d]` with each other, 128 by 8,192 at a time in the same memory."""
+    out = torch.empty(8_192, 128)
+    for left in tqdm(points.split(128), desc="product", leave=False, mininterval=1):
+        for right in points.split(8_192):
+            torch.mm(right, left.T, out=out[: len(right), : len(left)])
+
+
 def bench_save(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Times saving and loading the lists with the buffer, beside rebuilding them."""
     points = torch.from_numpy(np.load(args.stream[0])["points"])[: args.rows]
@@ -199,6 +288,7 @@ def main() -> None:
         "feed": bench_feed,
         "train": bench_train,
         "recall": bench_recall,
+        "build": bench_build,
         "save": bench_save,
     }
     parser = argparse.ArgumentParser(
@@ -207,7 +297,9 @@ def main() -> None:
     parser.add_argument("name", choices=benches)
     parser.add_argument("--stream", type=Path, nargs="+", required=True, help="files of streams.py")
     parser.add_argument("--rows", type=int, default=100_000, help="for train and save")
-    parser.add_argument("--rounds", type=int, default=8, help="for train")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[30_000, 200_000], help="for build")
+    parser.add_argument("--most", type=int, default=200_000, help="rows up to which FAISS is timed")
+    parser.add_argument("--rounds", type=int, default=8, help="for train and build")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     args = parser.parse_args()

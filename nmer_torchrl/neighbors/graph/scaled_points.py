@@ -124,12 +124,12 @@ class ScaledPoints:
         that rounding excludes no pair. A block's bounds are `[m]`, `reach` is `[n]` for all points.
 
         Norms and bounds are part of the product, so that it is compared with zero and not read
-        again. One tile of it is held at a time, in reused memory that stays in the cache.
+        again. Only a column whose reach exceeds a row's bound is compared with the difference. One
+        tile of the product is held at a time, in reused memory that stays in the cache.
         """
         size, slack = self.table.size, 1.0 + relative_error(len(self.scale))
-        # With a reach, products are distances. Without, bounds are subtracted, rounded up.
-        offsets = [bound * slack if reach is None else 0.0 for bound in bounds]
-        lefts = [self._left(rows, offset) for rows, offset in zip(blocks, offsets, strict=True)]
+        pairs_of_sides = zip(blocks, bounds, strict=True)
+        lefts = [self._left(rows, bound * slack) for rows, bound in pairs_of_sides]  # rounded up
         step = max(_TILE // max(len(rows) for rows in blocks), 512)
         memory = torch.empty(min(step, size) * lefts[0].shape[1], device=lefts[0].device)
         right = self._new_right(min(step, size))
@@ -140,19 +140,21 @@ class ScaledPoints:
             for pairs, left, bound in zip(found, lefts, bounds, strict=True):
                 products = memory[: len(side) * left.shape[1]].view(len(side), -1)
                 torch.mm(side, left, out=products)
+                nearest = products.amin(1)
                 if reach is None:
-                    columns = (products.amin(1) < 0).nonzero().squeeze(1)
+                    columns = (nearest < 0).nonzero().squeeze(1)
                     some = products.index_select(0, columns)
                     within = some < 0
                 else:
-                    here = reach[tile]
-                    columns = (products.amin(1) < here.clamp_min(bound.amax())).nonzero().squeeze(1)
+                    here = reach[tile] * slack
+                    most = (here - bound.amin()).clamp_min_(0)
+                    columns = (nearest < most).nonzero().squeeze(1)
                     some = products.index_select(0, columns)
-                    within = some < torch.maximum(bound, here[columns].unsqueeze(1))
+                    within = some < (here[columns].unsqueeze(1) - bound).clamp_min_(0)
                 flat = within.view(-1).nonzero().squeeze(1)
                 row, least = flat % len(bound), some.view(-1).index_select(0, flat)
                 column = columns[flat // len(bound)] + start
-                pairs.append((row, column, least + bound[row] if reach is None else least))
+                pairs.append((row, column, least + bound[row]))
         return [_concatenate(pairs) for pairs in found]
 
     def bound(self, rows: Tensor, count: int, columns: Tensor | None = None) -> Tensor:
