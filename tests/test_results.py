@@ -203,9 +203,8 @@ def test_first_lines_of_page_and_readme():
         [f"{gap:+.0f}" for gap in by_seed(part, "HalfCheetah", "score", "ct")]
         for part in ("pairings", "rivals")
     )
-    gaps = f"{first[0]} in the first study, and {enumerate_words(second)} in the second"
+    gaps = f"{enumerate_words(first)} in the first study, and {enumerate_words(second)} in the second"
     says(f"NMER's score minus the score of `ct` is {gaps}.")
-    gaps = f"{enumerate_words(first + second)} in {NUMBERS[len(first + second)]} seeds"
     says(f"On HalfCheetah, NMER's score minus the rival's is {gaps}.", "README.md")
 
 
