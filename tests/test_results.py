@@ -101,8 +101,9 @@ def test_words_on_halfcheetah():
     assert min(by_seed("main", "HalfCheetah", "score")) >= 1_500
     says(f"NMER scores {ends.format('scores')}", "README.md")
     above = [[t.frames[t["eval/overestimation"] > 0].iloc[-1] for t in x] for x in (uniform, nmer)]
-    says(f"With NMER that is over by frame {max(above[1]):,} in each seed, with uniform replay")
-    says(f"between {range_of(above[0]).replace(' to ', ' and ')}; at the end both are below")
+    says(f"With NMER this ends by frame {max(above[1]):,} in each seed, with uniform replay between")
+    says(f"frames {range_of(above[0]).replace(' to ', ' and ')}. At the end both underestimate.")
+    assert all(t["eval/overestimation"].iloc[-1] < 0 for t in uniform + nmer)
     few = series("baseline", "HalfCheetah", "uniform")
     scores = [each.score[each.learned == 25_000].item() for each in few]
     says(f"At ratio 1 uniform replay has {np.mean(scores):.0f} ± {np.std(scores, ddof=1):.0f} on")
