@@ -101,8 +101,8 @@ def test_words_on_halfcheetah():
     assert min(by_seed("main", "HalfCheetah", "score")) >= 1_500
     says(f"NMER scores {ends.format('scores')}", "README.md")
     above = [[t.frames[t["eval/overestimation"] > 0].iloc[-1] for t in x] for x in (uniform, nmer)]
-    says(f"With NMER this ends by frame {max(above[1]):,} in each seed, with uniform replay between")
-    says(f"frames {range_of(above[0]).replace(' to ', ' and ')}. At the end both underestimate.")
+    says(f"With NMER this ends by frame {max(above[1]):,} in each seed, with uniform replay")
+    says(f"between frames {range_of(above[0]).replace(' to ', ' and ')}. At the end both under")
     assert all(t["eval/overestimation"].iloc[-1] < 0 for t in uniform + nmer)
     few = series("baseline", "HalfCheetah", "uniform")
     scores = [each.score[each.learned == 25_000].item() for each in few]
@@ -204,7 +204,9 @@ def test_first_lines_of_page_and_readme():
         [f"{gap:+.0f}" for gap in by_seed(part, "HalfCheetah", "score", "ct")]
         for part in ("pairings", "rivals")
     )
-    gaps = f"{enumerate_words(first)} in the first study, and {enumerate_words(second)} in the second"
+    gaps = (
+        f"{enumerate_words(first)} in the first study, and {enumerate_words(second)} in the second"
+    )
     says(f"NMER's score minus the score of `ct` is {gaps}.")
     says(f"On HalfCheetah, NMER's score minus the rival's is {gaps}.", "README.md")
 
