@@ -171,6 +171,8 @@ def test_words_on_rivals():
     says(f"{enumerate_words(names)} are ahead of uniform replay. NMER is behind `ct`. No other")
     assert {"1nn", "mixup"} <= {*ahead}
     says("not shown. Both are ahead of uniform replay, too.")
+    assert len(paired) == 7
+    says("These are seven comparisons.")
     gaps = by_seed("rivals", "HalfCheetah", "score")
     assert min(gaps) > 0
     says(f"NMER is ahead in each of {NUMBERS[len(gaps)]} seeds. The first study agrees.")
@@ -197,7 +199,7 @@ def test_first_lines_of_page_and_readme():
     seeds = NUMBERS[len(by_seed("rivals", "HalfCheetah", "score"))]
     says(
         f"TD3 on HalfCheetah-v5, 30,000 frames, {seeds} seeds: {nmer} with NMER, {uniform} with "
-        "uniform replay, ahead in every seed.",
+        "uniform replay. NMER is ahead in every seed.",
         "README.md",
     )
     first, second = (
