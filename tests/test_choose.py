@@ -58,14 +58,15 @@ def on_learning():
     gaps = by_seed("pairings", "HalfCheetah", "score", "ct")
     gaps += by_seed("rivals", "HalfCheetah", "score", "ct")
     *first, last = (f"{gap:+.0f}" for gap in gaps)
-    yield f"is {', '.join(first)} and {last} in {NUMBERS[len(gaps)]} seeds"
+    yield f"is {', '.join(first)} and {last} in {NUMBERS[len(gaps)]} pairs of runs"
     behind = [*by_seed("pairings", "HalfCheetah", "score", "1nn")]
     behind += by_seed("rivals", "HalfCheetah", "score", "1nn")
     *first, last = (f"{-gap:+.0f}" for gap in behind)
-    assert [gap > 0 for gap in behind[:5]] == [True, True, True, False, True]
+    lower = sum(gap > 0 for gap in behind)
+    yield f"scored lower in {NUMBERS[lower]} of {NUMBERS[len(behind)]} longer runs of HalfCheetah"
     yield (
-        f"In {NUMBERS[len(behind)]} seeds on HalfCheetah, the score of `1nn` (k = 1) minus the "
-        f"score of k = {NMER().k} is {', '.join(first)} and {last}."
+        f"In the same {NUMBERS[len(behind)]} pairs of runs on HalfCheetah, the score of `1nn` "
+        f"(k = 1) minus the score of k = {NMER().k} is {', '.join(first)} and {last}."
     )
     rows = table("main", "HalfCheetah")
     ends = f"{spread(rows.loc['nmer'])} and uniform replay {spread(rows.loc['uniform'])}"
@@ -143,7 +144,7 @@ def on_the_paper():
     assert (nmer.replay_ratio == 5).sum() == 1
     yield "The paper lists it at 20, and once at 5."
     yield "- **1**: There is no evidence for NMER."
-    yield "| time for one update per frame | `uniform` | – | 1 | none |"
+    yield "| you can afford one update per frame | `uniform` | – | 1 | none |"
     nmer, ct, uniform = (ablation("HalfCheetah", replay, 20) for replay in ("NMER", "CT", "U"))
     yield (
         "**20**: We have no runs yet. In the paper's ablations, TD3 on HalfCheetah scores "

@@ -101,8 +101,9 @@ def test_words_on_halfcheetah():
     assert min(by_seed("main", "HalfCheetah", "score")) >= 1_500
     says(f"NMER scores {ends.format('scores')}", "README.md")
     above = [[t.frames[t["eval/overestimation"] > 0].iloc[-1] for t in x] for x in (uniform, nmer)]
-    says(f"With NMER that is over by frame {max(above[1]):,} in each seed, with uniform replay")
-    says(f"between {range_of(above[0]).replace(' to ', ' and ')}; at the end both are below")
+    says(f"With NMER this ends by frame {max(above[1]):,} in each seed, with uniform replay")
+    says(f"between frames {range_of(above[0]).replace(' to ', ' and ')}. At the end both under")
+    assert all(t["eval/overestimation"].iloc[-1] < 0 for t in uniform + nmer)
     few = series("baseline", "HalfCheetah", "uniform")
     scores = [each.score[each.learned == 25_000].item() for each in few]
     says(f"At ratio 1 uniform replay has {np.mean(scores):.0f} ± {np.std(scores, ddof=1):.0f} on")
@@ -170,6 +171,8 @@ def test_words_on_rivals():
     says(f"{enumerate_words(names)} are ahead of uniform replay. NMER is behind `ct`. No other")
     assert {"1nn", "mixup"} <= {*ahead}
     says("not shown. Both are ahead of uniform replay, too.")
+    assert len(paired) == 7
+    says("These are seven comparisons.")
     gaps = by_seed("rivals", "HalfCheetah", "score")
     assert min(gaps) > 0
     says(f"NMER is ahead in each of {NUMBERS[len(gaps)]} seeds. The first study agrees.")
@@ -196,16 +199,17 @@ def test_first_lines_of_page_and_readme():
     seeds = NUMBERS[len(by_seed("rivals", "HalfCheetah", "score"))]
     says(
         f"TD3 on HalfCheetah-v5, 30,000 frames, {seeds} seeds: {nmer} with NMER, {uniform} with "
-        "uniform replay, ahead in every seed.",
+        "uniform replay. NMER is ahead in every seed.",
         "README.md",
     )
     first, second = (
         [f"{gap:+.0f}" for gap in by_seed(part, "HalfCheetah", "score", "ct")]
         for part in ("pairings", "rivals")
     )
-    gaps = f"{first[0]} in the first study, and {enumerate_words(second)} in the second"
+    gaps = (
+        f"{enumerate_words(first)} in the first study, and {enumerate_words(second)} in the second"
+    )
     says(f"NMER's score minus the score of `ct` is {gaps}.")
-    gaps = f"{enumerate_words(first + second)} in {NUMBERS[len(first + second)]} seeds"
     says(f"On HalfCheetah, NMER's score minus the rival's is {gaps}.", "README.md")
 
 
