@@ -54,7 +54,7 @@ def make_transitions(arrays: Mapping[str, ArrayLike], max_steps: int | None = No
     observation is never used. The next observation of a time limit, and of the last row, is not
     recorded, so these rows are left out. Rows with NaN or infinite numbers are left out, too.
 
-    A row that is both terminal and a time limit counts as a time limit, as in Stable-Baselines3.
+    A row that is both terminal and a time limit counts as a time limit.
 
     Args:
         arrays: `observations` `[N, o]`, `actions` `[N, a]`, `rewards` `[N]` or `[N, 1]`,
