@@ -50,7 +50,7 @@ NO_TRICKS = ("actor_l2=0", "grad_clip=null", "device=cpu", "logger=none")
 
 def bench_feed(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Feeds a stream row by row, each with a query, and times TD3 gradient steps beside it."""
-    points = torch.from_numpy(np.load(args.stream[0])["points"])
+    points = torch.from_numpy(np.load(args.stream[0])["points"])[: args.rows]
     d = points.shape[1]
     agents = {name: TD3(17, 6, fused=name == "fused") for name in ("default", "fused")}
     stats, graph = RunningStandardizer(d), NeighborGraph(K)
@@ -294,20 +294,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", choices=benches)
+    parser.add_argument("name", choices=benches, metavar="BENCHMARK", help=", ".join(benches))
     parser.add_argument("--stream", type=Path, nargs="+", required=True, help="files of streams.py")
-    parser.add_argument("--rows", type=int, default=100_000, help="for train and save")
+    parser.add_argument("--rows", type=int, default=100_000, help="for feed, train and save")
     parser.add_argument("--sizes", type=int, nargs="+", default=[30_000, 200_000], help="for build")
     parser.add_argument("--most", type=int, default=200_000, help="rows up to which FAISS is timed")
     parser.add_argument("--rounds", type=int, default=8, help="for train and build")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--name", dest="file", help="of the CSV; by default the benchmark's")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     args = parser.parse_args()
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     args.out.mkdir(parents=True, exist_ok=True)
-    write_table(benches[args.name](args), args.out / f"{args.name}.csv")
+    write_table(benches[args.name](args), args.out / f"{args.file or args.name}.csv")
 
 
 if __name__ == "__main__":

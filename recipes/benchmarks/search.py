@@ -2,7 +2,7 @@
 
     python recipes/benchmarks/search.py sample   # rb.sample() with the graph beside uniform
     python recipes/benchmarks/search.py upkeep   # a block of arrivals beside a matrix product
-    python recipes/benchmarks/search.py query    # one batch of neighbours by every search
+    python recipes/benchmarks/search.py query    # one batch of neighbors by every search
 
 Each prints a table, writes a CSV to `--out` and draws a plot. The rows are synthetic; `graph.py`
 measures the graph on real streams.
@@ -107,7 +107,7 @@ def bench_sample(args: argparse.Namespace) -> list[dict[str, Any]]:
     results = []
     for task, (observations, actions) in TASKS.items():
         d = observations + actions
-        for n in args.sizes:
+        for n in (size for size in args.sizes if size * d <= args.most):
             rows = make_rows(n, observations, actions)
             points = make_clusters(n, d)
             rows["observation"] = points[:n, :observations].clone()
@@ -221,7 +221,7 @@ def bench_query(args: argparse.Namespace) -> list[dict[str, Any]]:
     results = []
     for task, (observations, actions) in TASKS.items():
         d = observations + actions
-        for n in args.sizes:
+        for n in (size for size in args.sizes if size * d <= args.most):
             points = make_clusters(n, d)
             scale = 1 / points.double().std(0)
             index = torch.randint(n // CLUSTER * CLUSTER, (BATCH,))
@@ -301,6 +301,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 200_000, 10**6])
+    parser.add_argument(
+        "--most",
+        type=float,
+        default=math.inf,
+        help="skip tables of more numbers; a million rows of Humanoid take 22 GB",
+    )
     parser.add_argument("--rows", type=int, default=200_000, help="for upkeep")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     args = parser.parse_args()
