@@ -122,7 +122,7 @@ def make_cells(runs: Iterable[RunData], tell: Tell, *, at: int | None = None) ->
             cells.append(Cell(task, method, ratio, setting, members))
         if len(groups) > 1:
             made = cells[-len(groups) :]
-            counts = "; ".join(f"{cell.setting} ({len(cell.runs)} runs)" for cell in made)
+            counts = "; ".join(f"{cell.setting} (seeds: {len(cell.runs)})" for cell in made)
             tell(
                 f"Mixed configs: {task.agent.key} {task.name} {method} replay_ratio={ratio:g} was "
                 f"run with {counts}. They are not averaged; each has its own row."

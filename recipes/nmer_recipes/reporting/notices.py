@@ -72,10 +72,10 @@ def tell_about_comparison(comparison: Comparison, tell: Tell) -> None:
         nmer = comparison.cell(task, "nmer")
         if nmer is not None and not nmer.mean > 0:
             tell(
-                f"No change in percent for {comparison.title}, {task.name}: NMER's mean is "
-                f"{nmer.mean:.1f}, and a change in percent needs a positive mean."
+                f"No Δ NMER for {comparison.title}, {task.name}: NMER's mean is {nmer.mean:.1f}, "
+                "but must be positive."
             )
-    for method, missing in (("uniform", "probability of improvement"), ("nmer", "change")):
+    for method, missing in (("uniform", "P(> uniform)"), ("nmer", "Δ NMER")):
         if method not in comparison.methods:
             tell(f"No {missing} for {comparison.title}: there are no runs of {method}.")
     tasks, scores = pool(comparison)
