@@ -442,7 +442,7 @@ def test_configs_that_differ_are_never_averaged():
     made = cells.make_cells(runs, told.append)
     assert [(cell.setting, cell.mean) for cell in made] == [("lr=0.0005", 1.5), ("lr=0.001", 15)]
     (line,) = told
-    for words in ("Mixed configs", "Hopper-v5 nmer", "lr=0.0005 (2 runs); lr=0.001 (2 runs)"):
+    for words in ("Mixed configs", "Hopper-v5 nmer", "lr=0.0005 (seeds: 2); lr=0.001 (seeds: 2)"):
         assert words in line
 
 
