@@ -64,8 +64,8 @@ def as_roles(keys: Sequence[NestedKey], value_keys: Sequence[NestedKey]) -> Role
     observations = tuple(key for key in keys if next_key(key) in value_keys)
     if not observations:
         raise ValueError(
-            f"No entry of `keys`, {keys}, is an observation, which needs ('next', key) in "
-            f"`value_keys`, {value_keys}; name both the observation and the next observation."
+            f"None of the keys {keys} is an observation, because `value_keys` {value_keys} has no "
+            "('next', key) for any of them; name both the observation and the next observation."
         )
     following = tuple(next_key(key) for key in observations)
     return Roles(

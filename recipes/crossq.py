@@ -66,11 +66,11 @@ def make_agent(
     """Returns a policy, a module that samples from it, and two critics without targets.
 
     The networks are in evaluation mode, so they normalize by running statistics when they act.
-    Gradient steps call them through `Functional`, which is told when it trains.
+    Gradient steps call them through `Functional`, which takes the mode as an argument.
     """
     if cfg.batch_size < 2:
         raise UsageError(
-            "batch_size=1 has no variance to normalize by; crossq.py needs at least 2 rows."
+            "batch_size=1 is too small for batch normalization; crossq.py needs at least 2."
         )
     layers = Network(cfg, observations, cfg.hidden, 2 * actions)
     network = nn.Sequential(layers, NormalParamExtractor()).to(device)

@@ -90,8 +90,8 @@ def draw_all(cfg: DictConfig, stored: TensorDict, seed: int) -> dict[str, Tensor
         batch, index = draw(method, stored, cfg.rows, seed)
         if anchors is not None and not torch.equal(index, anchors):
             raise UsageError(
-                f"methods.{name} draws other anchors than the rest, so they cannot be compared; "
-                "leave it out."
+                f"methods.{name} draws other anchors than the methods before it, so they cannot be "
+                "compared; leave it out."
             )
         anchors, batches[name] = index, batch.select(*entries)
     return {**batches, FLOOR: stored[anchors].select(*entries)}
@@ -116,7 +116,7 @@ def compare(
     every = torch.stack([changed[name] for name in cfg.methods]).all(0) & known
     if not every.any():
         raise UsageError(
-            f"None of rows={cfg.rows} was changed by every method and has a known state; "
+            f"Of rows={cfg.rows}, no row was changed by every method and has a known state; "
             "raise `rows`, or leave out methods."
         )
     return {
@@ -167,11 +167,11 @@ def check(cfg: DictConfig) -> None:
     check_values(cfg)
     if any(size > cfg.total_frames for size in cfg.sizes):
         raise UsageError(
-            f"sizes={list(cfg.sizes)}, but a size is an integer from 2 to "
-            f"total_frames={cfg.total_frames}; lower it or raise total_frames."
+            f"sizes={list(cfg.sizes)} has a size above total_frames={cfg.total_frames}; lower it "
+            "or raise total_frames."
         )
     if not cfg.methods or not cfg.sizes:
-        raise UsageError("There is nothing to compare: give at least one of methods and sizes.")
+        raise UsageError("There is nothing to compare; give at least one method and one size.")
     for name, method in cfg.methods.items():
         try:
             make_replay_buffer(make_method(method), capacity=2, batch_size=1)

@@ -1,8 +1,8 @@
-"""Plays a run's learned policy: prints its returns and can film a video.
+"""Plays a run's trained policy, prints its returns, and can record a video.
 
 python recipes/play.py runs/NAME/DATE                        # five episodes of the best policy
-python recipes/play.py runs/NAME/DATE --video walk.mp4       # and a video of the first
-python recipes/play.py runs/NAME/DATE --export policy.pt2    # the policy for other programs
+python recipes/play.py runs/NAME/DATE --video walk.mp4       # also records the first episode
+python recipes/play.py runs/NAME/DATE --export policy.pt2    # also exports the policy
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="play.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, help="the run's directory")
-    parser.add_argument("--which", choices=WHICH, default="best", help="policy (%(default)s)")
-    parser.add_argument("--episodes", type=int, default=5, help="number of them (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first episode (%(default)s)")
-    parser.add_argument("--video", type=Path, metavar="FILE.mp4", help="film the first episode")
-    parser.add_argument("--export", type=Path, metavar="FILE.pt2", help="write it by torch.export")
+    default = " (default: %(default)s)"
+    add = parser.add_argument
+    add("run", type=Path, help="directory of the run")
+    add("--which", choices=WHICH, default="best", help=f"policy to play{default}")
+    add("--episodes", type=int, default=5, help=f"number of episodes{default}")
+    add("--seed", type=int, default=0, help=f"seed of the first episode{default}")
+    add("--video", type=Path, metavar="FILE.mp4", help="record the first episode in this file")
+    add("--export", type=Path, metavar="FILE.pt2", help="export the policy with torch.export")
     options = parser.parse_args(arguments)
     if options.episodes < 1:
-        parser.error(f"--episodes {options.episodes}; it is an integer, at least 1")
+        parser.error(f"--episodes {options.episodes} is out of range; give an integer, at least 1")
     return options
 
 
@@ -75,7 +77,7 @@ def play(options: argparse.Namespace) -> None:
         export_policy(policy, options.export)
     for path in (options.video, options.export):
         if path is not None:
-            print(f"written to {path}")
+            print(f"Wrote {path}")
 
 
 def main(arguments: list[str] | None = None) -> None:

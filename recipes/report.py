@@ -1,8 +1,8 @@
-"""Writes tables and curves from runs: statistics over seeds, beside the paper's figures.
+"""Writes tables, learning curves and statistics over seeds, with the paper's results beside them.
 
-python recipes/report.py runs                        # all runs below that directory
-python recipes/report.py runs --at 100000            # every run as it was at 100,000 frames
-python recipes/report.py --wandb ENTITY/PROJECT      # the runs of a project of Weights & Biases
+python recipes/report.py runs                      # all runs below this directory
+python recipes/report.py runs --at 100000          # scores every run at 100,000 frames
+python recipes/report.py --wandb ENTITY/PROJECT    # the runs of a Weights & Biases project
 """
 
 from __future__ import annotations
@@ -25,19 +25,23 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="report.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="*", type=Path, help="directories that hold run directories")
-    parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="also read the runs of a project")
-    parser.add_argument("--out", type=Path, default=Path("report"), help="where to write to")
-    parser.add_argument("--at", type=int, metavar="FRAMES", help="score at this step of every run")
-    parser.add_argument("--reps", type=int, default=REPS, help="bootstrap samples (%(default)s)")
-    parser.add_argument("--no-pdf", action="store_true", help="write figures as PNG alone")
+    default = " (default: %(default)s)"
+    add = parser.add_argument
+    add("runs", nargs="*", type=Path, help="directories that contain runs, at any depth")
+    add(
+        "--wandb", metavar="ENTITY/PROJECT", help="also read the runs of a Weights & Biases project"
+    )
+    add("--out", type=Path, default=Path("report"), help=f"output directory{default}")
+    add("--at", type=int, metavar="FRAMES", help="score every run at this number of frames")
+    add("--reps", type=int, default=REPS, help=f"number of bootstrap samples{default}")
+    add("--no-pdf", action="store_true", help="write figures only as PNG")
     options = parser.parse_args(arguments)
     if not options.runs and not options.wandb:
-        parser.error("name a directory of runs, as in `report.py runs`, or --wandb ENTITY/PROJECT")
+        parser.error("give a directory of runs, as in `report.py runs`, or --wandb ENTITY/PROJECT")
     for name in ("at", "reps"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            parser.error(f"--{name} {value}; it is an integer, at least 1")
+            parser.error(f"--{name} {value} is out of range; give an integer, at least 1")
     return options
 
 
@@ -52,18 +56,18 @@ def report(options: argparse.Namespace) -> None:
     runs = []
     for directory in options.runs:
         if not directory.is_dir():
-            raise UsageError(f"{directory} is no directory; name one that holds runs.")
+            raise UsageError(f"{directory} is not a directory; give one that contains runs.")
         runs += find_runs(directory, tell)
     if options.wandb:
         runs += fetch_runs(options.wandb, tell)
     cells = make_cells(runs, tell, at=options.at)
     if not cells:
         places = ", ".join([*map(str, options.runs), *([options.wandb] if options.wandb else [])])
-        found = f"{len(runs)} runs, but none that could be scored" if runs else "no run"
+        found = f"none of the {len(runs)} runs can be scored" if runs else "no runs were found"
         raise UsageError(
-            f"{places}: {found}. A run directory holds config.yaml and metrics.csv with an "
-            "evaluation; make one by `python recipes/td3.py env=InvertedPendulum "
-            "total_frames=2000 random_frames=500 logger=csv`, or name another directory."
+            f"{places}: {found}. A run directory contains config.yaml, and metrics.csv with at "
+            "least one evaluation; give another directory, or create a run with `python "
+            "recipes/td3.py env=InvertedPendulum total_frames=2000 random_frames=500 logger=csv`."
         )
     how = {"reps": options.reps, "pdf": not options.no_pdf}
     write_report(options.out, cells, notices, tell, **how)

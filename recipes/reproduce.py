@@ -1,8 +1,8 @@
 """Prints the commands behind each table of the paper, their cost, and their time on this machine.
 
-python recipes/reproduce.py                    # the tables, with runs and gradient steps
-python recipes/reproduce.py main               # the commands of one; `| sh` runs them
-python recipes/reproduce.py main --estimate    # about a minute of measuring, then hours
+python recipes/reproduce.py                    # lists the tables and their costs
+python recipes/reproduce.py main               # prints the commands; `| sh` runs them
+python recipes/reproduce.py main --estimate    # measures for a minute, then prints the hours
 python recipes/reproduce.py main --seeds 2 --launcher submitit_slurm
 """
 
@@ -204,7 +204,7 @@ def estimate(cells: list[Setting], seeds: int) -> None:
             f"{min(seconds) / 3600:.1f} to {max(seconds) / 3600:.1f} h"
         )
         if share < 0.8:
-            print(f"  with {share:.0%} of a core, as others were busy: an idle machine is faster")
+            print(f"  measured with {share:.0%} of a core; an idle machine is faster")
     print(
         f"all {len(cells) * seeds} runs: {total / 3600:,.0f} h one after the other, on one thread "
         "each and without torch.compile"
@@ -223,15 +223,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "table", nargs="?", choices=list(known), help="which; all are listed if none"
-    )
-    parser.add_argument("--estimate", action="store_true", help="measure, and print the hours")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="for each cell (%(default)s)")
-    parser.add_argument("--launcher", default="joblib", help="of Hydra (%(default)s)")
+    default = " (default: %(default)s)"
+    add = parser.add_argument
+    table = "table of the paper; without it, all tables are listed"
+    add("table", nargs="?", choices=list(known), metavar="TABLE", help=table)
+    add("--estimate", action="store_true", help="measure, and print the time for all runs")
+    add("--seeds", type=int, default=SEEDS, help=f"number of seeds for each cell{default}")
+    add("--launcher", default="joblib", help=f"Hydra launcher{default}")
     options = parser.parse_args(arguments)
     if options.seeds < 1:
-        parser.error(f"--seeds {options.seeds}; it is an integer, at least 1")
+        parser.error(f"--seeds {options.seeds} is out of range; give an integer, at least 1")
     if options.table is None:
         if options.estimate:
             parser.error("--estimate needs a table, as in `reproduce.py main --estimate`")

@@ -172,7 +172,7 @@ def test_droq_bootstraps_from_both_critics_and_drops_units_of_targets():
             ["num_critics=2", "num_target_critics=3"],
             "num_target_critics=3 of num_critics=2",
         ),
-        ("crossq", ["batch_size=1"], "batch_size=1 has no variance"),
+        ("crossq", ["batch_size=1"], "batch_size=1 is too small for batch normalization"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(algorithm, options, message):

@@ -349,9 +349,7 @@ def test_roles_of_keys_reach_the_kinds_that_need_them():
         assert same == (none_follows or kind in ("interpolated_rewards", "ero")), kind
     assert make("noisy", **names).transform[0].action_keys == ("action",)
     for kind in ("ct", "tuned_ct", "s4rl", "ras", "noisy"):
-        with pytest.raises(
-            ValueError, match=r"No entry of `keys`, \('state',\), is an observation"
-        ):
+        with pytest.raises(ValueError, match=r"None of the keys \('state',\) is an observation"):
             make(kind, keys=["state"])
 
 

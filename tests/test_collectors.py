@@ -92,7 +92,7 @@ def test_torchrls_collector_trains_and_goes_on_with_new_episodes(count, tmp_path
     train_and_kill("td3", tmp_path / "killed", *options)
     assert "new episode" not in capsys.readouterr().err
     assert_counts(train("td3", tmp_path / "killed", *options, "resume=auto"))
-    said = "collector=torchrl goes on with a new episode in every environment"
+    said = "collector=torchrl resumes with a new episode in every environment"
     assert said in capsys.readouterr().err
 
 
@@ -103,7 +103,7 @@ def test_processes_train_in_step_and_go_on_out_of_step(tmp_path, capsys):
     assert len(actions.unique()) == 32  # workers have seeds of their own
     options = [*PROCESSES, "env.count=2", "collector.sync=false", "resume=auto"]
     assert_counts(train("td3", tmp_path / "run", *options))
-    assert "collector=multiprocess goes on with a new episode" in capsys.readouterr().err
+    assert "collector=multiprocess resumes with a new episode" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [["env.count=3"], [*BATCHES, "env.count=2"]])
@@ -211,14 +211,14 @@ def test_a_state_from_before_several_environments_is_understood():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["env.count=0"], "env.count=0, but it is an integer, at least 1"),
+        (["env.count=0"], "env.count=0 is not valid; give an integer, at least 1"),
         (
             ["collector=torchrl", "env.count=5"],
-            "frames_per_batch=32 cannot be shared evenly by env.count=5 environments",
+            "frames_per_batch=32 is not a multiple of env.count=5",
         ),
         (["collector=multiprocess", "collector.workers=0"], "collector.workers=0"),
-        (["collector=multiprocess", "collector.sync=1"], "sync=1, but it is true or false"),
-        (["collector.kind=slurm"], "collector.kind=slurm, but it is local, torchrl"),
+        (["collector=multiprocess", "collector.sync=1"], "sync=1 is not valid; give true or false"),
+        (["collector.kind=slurm"], "collector.kind=slurm is not valid; give local, torchrl"),
     ],
 )
 def test_bad_values_are_named(overrides, message):

@@ -66,13 +66,13 @@ def test_the_config_of_a_run_has_what_it_used(folder):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], r"is complete; .* give 'resume=\S*' and more than total_frames=48"),
-        (["total_frames=72", "gamma=0.9"], r"made with gamma=0\.99 \(0\.9 was given\)\."),
+        ([], r"is complete; .* give 'resume=\S*' and a total_frames above 48"),
+        (["total_frames=72", "gamma=0.9"], r"another config: gamma=0\.99 \(0\.9 was given\)\."),
         (
             ["total_frames=72", "replay=nmer"],
-            r"made with replay\.kind=per_nmer \(nmer was given\)\.",
+            r"another config: replay\.kind=per_nmer \(nmer was given\)\.",
         ),
-        (["total_frames=44"], r"made with total_frames=48 \(44 was given\)\."),
+        (["total_frames=44"], r"another config: total_frames=48 \(44 was given\)\."),
     ],
 )
 def test_what_is_given_beside_a_run_must_agree_with_it(words, message, folder):
@@ -92,7 +92,7 @@ def test_another_logger_receives_the_rows_so_far(folder, capsys):
     same = ["replay=per_nmer", "seed=0"]  # as the run has them; its k stays
     words = [*same, "total_frames=60", "eval_every=24", "logger=tensorboard"]
     start("sac", f'resume="{NAME}"', *words, cwd=folder)
-    assert f"goes on in {NAME} after frame 48 of 60" in capsys.readouterr().err
+    assert f"resumes in {NAME} after frame 48 of 60" in capsys.readouterr().err
     events = EventAccumulator(str(folder / NAME)).Reload()
     assert [event.step for event in events.Scalars("eval/return")] == [24, 48]
     assert yaml.safe_load((folder / NAME / "config.yaml").read_text())["replay"]["k"] == 3
@@ -113,8 +113,8 @@ def test_ctrl_c_in_a_sweep_prints_a_command_that_runs(tmp_path, monkeypatch, cap
             start("td3", *sweep, cwd=tmp_path)
     assert ended.value.code == 130
     told = capsys.readouterr().err
-    assert "The sweep's command again does all that is left of it." in told
-    _, script, word = shlex.split(told.split("To go on: ")[1].splitlines()[0])
+    assert "To resume the sweep, run its command again." in told
+    _, script, word = shlex.split(told.split("To resume: ")[1].splitlines()[0])
     start(Path(script).stem, word, cwd=tmp_path)
     assert "after frame 20 of 48" in capsys.readouterr().err
     (done,) = tmp_path.glob("runs/td3/*/summary.json")
@@ -147,7 +147,7 @@ def test_a_run_from_before_a_setting_goes_on_and_keeps_to_what_it_was(tmp_path):
     assert (cfg.pop("layer_norm"), cfg.pop("critic_hidden")) == (False, [8, 8])
     file.write_text(yaml.safe_dump(cfg))
     for given in ("layer_norm=true", "critic_hidden=[9,9]"):
-        with pytest.raises(SystemExit, match=f"another config: it was made with {given[:6]}"):
+        with pytest.raises(SystemExit, match=f"another config: {given[:6]}"):
             start("td3", "resume=run", given, cwd=tmp_path)
     start("td3", "resume=run", cwd=tmp_path)
     assert without_times(metrics(tmp_path / "run")) == train("td3", tmp_path / "whole")

@@ -32,7 +32,7 @@ def test_every_part_is_measured_and_written_with_the_versions(
     assert all(float(row["ms"]) > 0 and "torchrl 0." in row["versions"] for row in rows)
     assert (tmp_path / "gpu.png").stat().st_size > 10_000
     assert "| sample | 23 | 130 | 20 x 256 |" in told
-    assert "open an issue on the project's page and attach gpu.csv" in told
+    assert "open an issue in the project's repository and attach gpu.csv" in told
 
 
 def test_a_machine_without_a_gpu_is_told_what_to_try(tmp_path):

@@ -236,7 +236,7 @@ def test_refusals_say_why_and_what_to_do():
         manifold_error("Pusher-v5", pusher)
     with pytest.raises(ValueError, match=r"only continuous ones can be mixed"):
         manifold_error("CartPole-v1", rows)
-    with pytest.raises(ValueError, match=r"Nowhere-v1 cannot be made"):
+    with pytest.raises(ValueError, match=r"Nowhere-v1 cannot be created"):
         manifold_error("Nowhere-v1", rows)
     with pytest.raises(ValueError, match=r"6 numbers in each row, but Hopper-v5 has 3"):
         manifold_error("Hopper-v5", rows)

@@ -213,7 +213,7 @@ def test_a_path_names_a_method():
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        ("nmre", {}, r"no replay method nmre. Known are: uniform, .*of your own is MODULE.CLASS"),
+        ("nmre", {}, r"no replay method nmre; the methods are uniform, .*give MODULE.CLASS"),
         ("my_method.Closest", {}, r"cannot be imported: No module named 'my_method'\..*PYTHON"),
         ("my_methods.Closet", {}, r"my_methods.py has no method Closet; a method is a subclass"),
         ("my_methods.PairMixup", {}, r"my_methods.py has no method PairMixup"),

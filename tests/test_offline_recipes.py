@@ -167,12 +167,12 @@ def test_actions_are_rescaled_from_the_bounds_of_the_task(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["env=Hopper"], "observations of 4 entries, but those of Hopper-v5 have 11"),
+        (["env=Hopper"], "observations of 4 entries, but Hopper-v5 has 11"),
         (["data.source=nowhere.npz"], "nowhere.npz"),
-        (["data.source=null"], "td3_bc.py needs recorded data; give data=FILE"),
-        (["total_frames=9"], "td3_bc.py acts in no environment; give total_updates alone"),
-        (["replay=ero"], "replay=ero learns from the returns of episodes that are collected"),
-        (["data.clip=perhaps"], "data.clip=perhaps, but it is true or false"),
+        (["data.source=null"], "td3_bc.py needs recorded data; add data=FILE"),
+        (["total_frames=9"], "td3_bc.py, which collects no frames; give only total_updates"),
+        (["replay=ero"], "replay=ero learns from the returns of collected episodes"),
+        (["data.clip=perhaps"], "data.clip=perhaps is not valid; give true or false"),
     ],
 )
 def test_what_cannot_be_learned_from_is_refused(words, message, log, tmp_path):
@@ -185,7 +185,7 @@ def test_actions_outside_the_bounds_are_refused_or_clipped(tmp_path):
     arrays = dict(np.load(source))
     arrays["actions"] = arrays["actions"] * 100
     np.savez(tmp_path / "far.npz", **arrays)
-    with pytest.raises(config.UsageError, match=r"dimension 0 range.*takes -3 to 3.*data.clip"):
+    with pytest.raises(config.UsageError, match=r"dimension 0 range.*accepts -3 to 3.*data.clip"):
         learn("iql", tmp_path / "run", tmp_path / "far.npz")
     learn("iql", tmp_path / "clipped", tmp_path / "far.npz", "data.clip=true")
 
@@ -299,9 +299,12 @@ def test_rows_of_both_are_neighbours_in_one_buffer(log, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["data.share=0.25"], "data.share was given without data"),
-        (["data.clip=true", "data.max_steps=9"], "data.clip, data.max_steps was given without"),
-        (["data.source=LOG", "data.share=0.01"], "data.share=0.01 of batch_size=8 is less than a"),
+        (["data.share=0.25"], "data.share has no effect without recorded data"),
+        (["data.clip=true", "data.max_steps=9"], "data.clip, data.max_steps has no effect without"),
+        (
+            ["data.source=LOG", "data.share=0.01"],
+            "data.share=0.01 of batch_size=8 is less than one row",
+        ),
         (["data.source=LOG", "data.across=true", "buffer_size=9"], "would overwrite the data"),
     ],
 )

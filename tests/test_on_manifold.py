@@ -98,13 +98,13 @@ def test_tasks_without_joints_are_compared_too(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("sizes=[400]", "from 2 to total_frames=300"),
-        ("rows=0", "rows=0, but it is an integer, at least 1"),
-        ("replay_ratio=-1", "replay_ratio=-1, but it is a number, at least 0"),
+        ("sizes=[400]", "above total_frames=300"),
+        ("rows=0", "rows=0 is not valid; give an integer, at least 1"),
+        ("replay_ratio=-1", "replay_ratio=-1 is not valid; give a number, at least 0"),
         ("sizes=[]", "nothing to compare"),
         ("+methods.mixup.k=3", "methods.mixup: .* does not accept k=3"),
         ("+methods.new={kind: newest}", "methods.new: There is no replay method newest"),
-        ("env.version=v0", "cannot be made"),
+        ("env.version=v0", "cannot be created"),
     ],
 )
 def test_values_that_no_run_could_use_are_refused(tmp_path, override, message):

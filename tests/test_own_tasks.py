@@ -58,7 +58,7 @@ def test_one_command_trains_on_a_task_of_ones_own(arm):
 def test_a_run_is_named_after_its_task_and_tells_its_settings(recipe, task, name, tmp_path, capsys):
     start(recipe, *SMALL, *task, "replay=ct", "~replay_ratio", "+replay_ratio=2", cwd=tmp_path)
     told = capsys.readouterr().err
-    assert "tasks that the paper does not have, the same for every method: actor_l2=0.0" in told
+    assert "tasks that are not in the paper, the same for every method: actor_l2=0.0" in told
     assert "replay_ratio=" not in told  # was given
     (directory,) = tmp_path.glob(f"runs/{recipe}-{name}-ct-seed0/*")
     assert float(metrics(directory)[-1]["eval/length"]) == 15
@@ -90,23 +90,40 @@ def test_other_tasks_have_the_same_settings_with_every_method():
 @pytest.mark.parametrize(
     ("task", "method", "rule"),
     [
-        ("Walker2d", "ct", "of the paper for SAC on Walker2d with ct"),
-        ("Walker2d", "gp", "of the paper for SAC on Walker2d with nmer, used for Walker2d with gp"),
-        ("Humanoid", "nmer", "of the paper for SAC on Ant with nmer, used for Humanoid with nmer"),
-        ("Pendulum", "nmer", "of this project for Pendulum with every method"),
+        ("Walker2d", "ct", "The paper's settings for SAC on Walker2d with ct"),
+        (
+            "Walker2d",
+            "gp",
+            "The paper's settings for SAC on Walker2d with nmer, used for Walker2d with gp",
+        ),
+        (
+            "Humanoid",
+            "nmer",
+            "The paper's settings for SAC on Ant with nmer, used for Humanoid with nmer",
+        ),
+        ("Pendulum", "nmer", "Defaults of this project for Pendulum, the same for every method"),
     ],
 )
 def test_the_rule_behind_the_settings_is_named(task, method, rule):
-    assert paper.rule("sac", task, method) == f"Settings {rule}"
+    assert paper.rule("sac", task, method) == rule
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("env.id=mine:A-v0", r"settings are those of Walker2d-v5; .* env=gym env.id=mine:A-v0"),
-        ("env=gym", r"not named; give env.id, as env.id=my_package:MyRobot-v0: docs/howto/own_t"),
-        ("env=torchrl", r"not named; give env.id, as env.id=torchrl.envs.PendulumEnv"),
-        ("env=gym env.id=a:B-v0 env.wrappers=a.W", r"a list of paths: env.wrappers=\[a.W\]"),
+        (
+            "env.id=mine:A-v0",
+            r"does not match the settings of Walker2d-v5; .* env=gym env.id=mine:A-v0",
+        ),
+        (
+            "env=gym",
+            r"No task .* as in env.id=my_package:MyRobot-v0 \(see docs/howto/own_task.md\)",
+        ),
+        ("env=torchrl", r"No task was given; add env.id, as in env.id=torchrl.envs.PendulumEnv"),
+        (
+            "env=gym env.id=a:B-v0 env.wrappers=a.W",
+            r"not a list of paths; give env.wrappers=\[a.W\]",
+        ),
     ],
 )
 def test_contradictions_are_refused(words, message):
@@ -115,26 +132,27 @@ def test_contradictions_are_refused(words, message):
 
 
 def test_the_page_of_the_errors_is_there():
-    assert (settings.CONF.parents[1] / settings.TASK_PAGE).exists()
+    page = settings.CONF.parents[1] / settings.TASK_PAGE
+    assert "\n## Resume a run\n" in page.read_text()  # `#resume-a-run` in a notice
 
 
 # -- checks ------------------------------------------------------------------------------------
 
 FAULTS = {
     "matrix": r"Box\(\(2, 3\), float32\).*env.wrappers=\[gymnasium.wrappers.FlattenObservation\]",
-    "tuple": "observations in Tuple.*into a Box",
-    "image": r"Box\(\(8, 8, 3\), uint8\).*leave images out",
+    "tuple": "observations in Tuple.*convert them to a Box",
+    "image": r"Box\(\(8, 8, 3\), uint8\).*remove images",
     "integer": "observations in MultiDiscrete",
     "entry": r"entry 'camera', has observations in Box\(\(8, 8\), uint8\)",
     "missing": r"reset\(\) returned .*, but the observation space has the entries \['goal'\]",
     "unbounded": "unbounded actions",
     "discrete": r"actions in Discrete\(3\)",
     "flat": r"actions of shape \(2, 2\)",
-    "fixed": "some are fixed",
+    "fixed": "some of which are fixed",
     "shape": r"reset\(\) returned an observation of shape \(3,\), .* has shape \(2,\)",
-    "reward": r"the reward array\(\[-.*\]\), but a reward is one finite number",
-    "nan": "the reward nan, but a reward is one finite number",
-    "old": r"as Gymnasium asks for; .* not enough values .*expected 5, got 4",
+    "reward": r"the reward array\(\[-.*\]\), but a reward must be one finite number",
+    "nan": "the reward nan, but a reward must be one finite number",
+    "old": r"terminated, truncated, info.; .* not enough values .*expected 5, got 4",
 }
 
 
@@ -172,12 +190,15 @@ def test_a_run_whose_losses_are_not_finite_says_so_once(tmp_path, capsys):
         (task_config("Arm", wrappers=["own_tasks.not_a_wrapper"]), "returned str, but a wrapper"),
         (
             task_config("Arm", wrappers=["gymnasium.wrappers.TimeLimit"]),
-            "missing 1 required.*it takes the task alone",
+            "missing 1 required.*is called with the task only",
         ),
-        (OmegaConf.create({"id": "nope:A-v0"}), "nope:A-v0 cannot be made: No module.*own_task.md"),
+        (
+            OmegaConf.create({"id": "nope:A-v0"}),
+            "nope:A-v0 cannot be created: No module.*own_task.md",
+        ),
         (
             OmegaConf.create({"kind": "torchrl", "id": "own_tasks.Arm"}),
-            "returned Arm, but env=torchrl takes a TorchRL environment.* env=gym",
+            "returned Arm, but env=torchrl needs a TorchRL environment.* env=gym",
         ),
     ],
 )
@@ -212,13 +233,15 @@ def test_a_task_that_offers_its_state_goes_on_number_for_number(tmp_path, capsys
     task = [*ARM, "env.wrappers=[own_tasks.Doubled]", "random_frames=20"]
     rows = killed_and_resumed(tmp_path, *task)  # at frame 32, in the middle of an episode
     assert rows == train("td3", tmp_path / "whole", *task)
-    assert "goes on with a new episode" not in capsys.readouterr().err
+    assert "resumes with a new episode" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("task", [GOAL, SWING, [*ARM, "env.wrappers=[own_tasks.Unspoken]"]])
 def test_another_task_goes_on_with_a_new_episode_and_says_so(task, tmp_path, capsys):
     killed_and_resumed(tmp_path, *task, "replay=ct", "random_frames=20")
-    assert "is not known, so the run goes on with a new episode" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "cannot be restored, so the run resumes with a new episode" in told
+    assert "own_task.md#resume-a-run" in told
     state = torch.load(tmp_path / "killed" / "checkpoint.pt", weights_only=True)
     rows = state["buffer"]["_storage"]["_storage"]
     before, after = rows["observation"][:48], rows["next.observation"][:48]

@@ -116,7 +116,7 @@ def test_rows_in_files_are_on_the_host():
 
 @pytest.mark.parametrize(
     ("search", "k", "names"),
-    [("graph", 4, {"rows", "points", "neighbour lists"}), ("torch", 10, {"rows", "points"})],
+    [("graph", 4, {"rows", "points", "neighbor lists"}), ("torch", 10, {"rows", "points"})],
 )
 def test_the_estimate_is_what_a_full_buffer_takes(search, k, names):
     n = 4_000
@@ -150,9 +150,9 @@ def test_the_estimate_is_what_a_full_buffer_takes(search, k, names):
         ),
         (
             ["device=cpu", "storage=memmap", "replay=uniform"],
-            r"12 MB on disk \(rows 4 MB; as much for a checkpoint.*lower buffer_size\.",
+            r"12 MB on disk \(rows 4 MB; and as much for each of two .*lower buffer_size\.",
         ),
-        (["device=cpu"], r"on cpu \(rows 4 MB, .*neighbour lists.*replay.search=torch"),
+        (["device=cpu"], r"on cpu \(rows 4 MB, .*neighbor lists.*replay.search=torch"),
         (["device=cpu", "replay=uniform"], r"on cpu \(rows 4 MB\).*lower buffer_size"),
     ],
 )

@@ -76,15 +76,15 @@ def test_a_policy_from_elsewhere_executes_nothing(run, tmp_path):
     directory.mkdir()
     (directory / "config.yaml").write_text((run[0] / "config.yaml").read_text())
     (directory / "policy_best.pt").write_bytes(pickle.dumps(Payload(), protocol=2))
-    with pytest.raises(UsageError, match=r"cannot be read as a checkpoint.*name another run"):
+    with pytest.raises(UsageError, match=r"cannot be read as a checkpoint.*give another run"):
         load_policy(directory)
     assert not (tmp_path / "executed").exists()
 
 
 def test_what_is_no_run_is_told(tmp_path):
-    with pytest.raises(SystemExit, match=r"play.py: .* holds no policy_best.pt; name a run"):
+    with pytest.raises(SystemExit, match=r"play.py: .* has no policy_best.pt; give the dir"):
         play.main([str(tmp_path)])
-    with pytest.raises(UsageError, match="which='newest' is not known; give 'best' or 'last'"):
+    with pytest.raises(UsageError, match="which='newest' is not valid; give 'best' or 'last'"):
         load_policy(tmp_path, "newest")
 
 

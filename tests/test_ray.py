@@ -70,7 +70,7 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("collector.workers=0", "collector.workers=0, but it is an integer, at least 1"),
+        ("collector.workers=0", "collector.workers=0 is not valid; give an integer, at least 1"),
         ("collector.frames_per_batch=1.5", "collector.frames_per_batch=1.5"),
         ("collector.cpus=0", "collector.cpus=0"),
         ("collector.patience=-1", "collector.patience=-1"),
@@ -84,7 +84,7 @@ def test_bad_values_are_named(override, message):
 @needs_ray
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere"])
 def test_an_address_where_no_one_listens_is_told_at_once(address):
-    with pytest.raises(config.UsageError, match=f"address={address}: no Ray cluster answers"):
+    with pytest.raises(config.UsageError, match=f"address={address}: no Ray cluster was found"):
         make_remote(f"collector.address={address}")
 
 
@@ -178,7 +178,7 @@ def test_training_outlives_a_killed_worker_and_goes_on_after_a_lost_node(
     monkeypatch.setattr(Run, "log", log_and_act)
     where_to = [f"collector.address={cluster.address}", f"run_dir={tmp_path / 'run'}"]
     arguments = [*TASK, *where_to, "eval_every=50", "checkpoint_every=100", "collector.patience=2"]
-    with pytest.raises(config.UsageError, match=r"workers=2 .* did not find room .* resume=auto"):
+    with pytest.raises(config.UsageError, match=r"no room for collector.workers=2 .* resume=auto"):
         td3.train(make_config("td3", *arguments))
     assert not events
     assert "A worker was lost at frame 2" in capsys.readouterr().err

@@ -98,12 +98,12 @@ def test_evaluations_and_checkpoints_are_shares_of_the_run():
     [
         ("total_frames=0", "total_frames=0"),
         ("replay_ratio=-1", "replay_ratio=-1"),
-        ("eval_every=300000", "never evaluated"),
+        ("eval_every=300000", "never be evaluated"),
         ("grad_clip=0", "null for no clipping"),
         ("seed=one", "seed=one"),
-        ("device=tpu9", "device=tpu9 is not there .*; try cpu"),
-        ("losses=torchrl compile=true", "losses=torchrl is not compiled"),
-        ("storage_device=meta", "on the device of the updates, cpu, or on the cpu"),
+        ("device=tpu9", "device=tpu9 is not available .*; try device=cpu"),
+        ("losses=torchrl compile=true", "losses=torchrl does not support compile=true"),
+        ("storage_device=meta", "differs from device=cpu; give storage_device=cpu"),
     ],
 )
 def test_values_that_no_run_could_use_are_refused(override, words):
@@ -120,7 +120,7 @@ def test_an_unknown_choice_lists_the_known_ones(group, known):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("env=gym env.id=CartPole-v1", r"Discrete\(2\).*from a Box of floats"),
+        ("env=gym env.id=CartPole-v1", r"Discrete\(2\).*need a Box of floats"),
         ("env=gym env.id=Nothing-v0", "Nothing"),
         ("env.version=v2", "Walker2d"),
     ],
@@ -363,7 +363,7 @@ def test_updates_are_compiled_where_it_pays(monkeypatch):
     assert not compiles(True, long, cuda, "losses=torchrl")
     assert compiles(True, short, "replay_ratio=1", "compile=true")
     assert not compiles(False, long, cuda)
-    with pytest.raises(config.UsageError, match=r"does not work here \(no c\+\+\)"):
+    with pytest.raises(config.UsageError, match=r"does not work on this machine \(no c\+\+\)"):
         compiles(False, long, "compile=true")
     with pytest.raises(config.UsageError, match="compile=maybe"):
         config.check(make_config("sac", "compile=maybe"))
@@ -384,7 +384,7 @@ def test_a_logger_that_cannot_be_made_is_refused_before_anything_is_written(tmp_
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
     place = f"run_dir={tmp_path / 'run'}"
-    with pytest.raises(config.UsageError, match="has no key"):
+    with pytest.raises(config.UsageError, match="cannot log online without an API key"):
         Run(make_config("sac", place, "logger.mode=online"))
     with pytest.raises(config.UsageError, match=r"logger.kind=paper"):
         Run(make_config("sac", place, "logger.kind=paper"))
@@ -483,7 +483,7 @@ def test_a_long_run_is_told_what_would_shorten_it(recipe, ratio, advised, tmp_pa
         run.note({}, 400)
         run.count(2)
     told = capsys.readouterr().err
-    assert "to go on this machine" in told
+    assert "left on this machine" in told
     for advice in ("replay_ratio=1", "critic_hidden=[256,256]"):
         assert (advice in told) == (advice in advised)
 

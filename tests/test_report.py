@@ -318,7 +318,7 @@ def test_the_pooled_table_by_hand():
     assert list(frame["tasks"].dropna()) == [2, 2]
     told = []
     notices.tell_about_comparison(comparison, told.append)
-    assert "nmer has 3 to 4 seeds a task; the first 3" in told[0]
+    assert "nmer has 3 to 4 seeds per task; the first 3" in told[0]
 
 
 def test_methods_that_the_paper_quotes_have_its_change_and_ours():
@@ -442,7 +442,7 @@ def test_configs_that_differ_are_never_averaged():
     made = cells.make_cells(runs, told.append)
     assert [(cell.setting, cell.mean) for cell in made] == [("lr=0.0005", 1.5), ("lr=0.001", 15)]
     (line,) = told
-    for words in ("Mixed configs", "Hopper-v5 nmer", "lr=0.0005 (2 runs); lr=0.001 (2 runs)"):
+    for words in ("Mixed configs", "Hopper-v5 nmer", "lr=0.0005 (seeds: 2); lr=0.001 (seeds: 2)"):
         assert words in line
 
 
@@ -484,7 +484,7 @@ def test_a_seed_counts_once():
     old, new = make_run(range(12), "old"), make_run(range(20), "new")
     (cell,) = cells.make_cells([new, old], told.append)
     assert [run.source for run in cell.runs] == ["new"]
-    assert told == ["old: left out, new is the same config and seed."]
+    assert told == ["old is left out: new has the same config and seed."]
 
 
 def test_unfinished_runs_are_left_out_and_told():
@@ -492,7 +492,7 @@ def test_unfinished_runs_are_left_out_and_told():
     runs = [make_run(), make_run(range(12), "late", seed=1)]
     (cell,) = cells.make_cells(runs, told.append)
     assert len(cell.runs) == 1
-    assert "late: left out, it is at 120,000 of 200,000 frames; `--at 120000`" in told[0]
+    assert "late is left out: it has 120,000 of 200,000 frames; `--at 120000`" in told[0]
     (cell,) = cells.make_cells(runs, fail, at=120_000)
     assert cell.task.frames == 120_000
     assert list(cell.scores) == [6, 6]  # of 1 to 11
@@ -706,9 +706,13 @@ def test_another_word_for_the_same_task_makes_no_setting():
     [
         ({}, "FEW SEEDS: 2 of 2 rows have fewer than 10 seeds (td3 Hopper-v5 nmer"),
         ({"total_frames": 100_000}, "BUDGETS DIFFER: td3 on Hopper was scored at 100,000, 200,000"),
-        ({"total_frames": 100_000}, "NOT THE PAPER'S BUDGET: its figures are at 200,000 frames"),
+        ({"total_frames": 100_000}, "NOT THE PAPER'S BUDGET: the paper's results are at 200,000"),
         ({"env__version": "v4"}, "ENVIRONMENT VERSIONS DIFFER: td3 on Hopper was run on v4, v5"),
-        ({}, "NOT THE PAPER'S ENVIRONMENTS: it ran v2, which is gone; these are Hopper-v5"),
+        (
+            {},
+            "NOT THE PAPER'S ENVIRONMENTS: the paper used v2, which is no longer available; these "
+            "runs used Hopper-v5",
+        ),
     ],
 )
 def test_what_makes_numbers_incomparable_is_told(changes, words):
@@ -735,14 +739,14 @@ def test_settings_that_differ_between_methods_are_told():
 @pytest.mark.parametrize(
     ("runs", "words"),
     [
-        (constant_runs([1, 2]), "there is no run of uniform"),
-        (constant_runs([1, 2], replay__kind="uniform"), "there is no run of nmer"),
+        (constant_runs([1, 2]), "there are no runs of uniform"),
+        (constant_runs([1, 2], replay__kind="uniform"), "there are no runs of nmer"),
         (constant_runs([-1, -2]), "NMER's mean is -1.5"),
         (
             constant_runs([1, 2], env__name="Ant")
             + constant_runs([1, 2])
             + constant_runs([1, 2], replay__kind="uniform"),
-            "pooled over 1 of 2 tasks, those that every method was run on; without Ant-v5",
+            "pooled over 1 of 2 tasks, because not every method was run on Ant-v5",
         ),
     ],
 )
@@ -813,19 +817,19 @@ def spoil(directory, what):
         ("empty metrics", "it has no evaluation yet"),
         ("no evaluation", "it has no evaluation yet"),
         ("missing column", "its metrics have no column eval/return"),
-        ("no number", "its column eval/return has an entry that is no number"),
+        ("no number", "its column eval/return has an entry that is not a number"),
         ("diverged", "its eval/return is not finite at 200,000 frames"),
         ("short line", "lines that do not fit its header"),
-        ("two writers", "its frames do not increase"),
+        ("two writers", "its frames do not always increase"),
         ("binary metrics", "its metrics.csv cannot be read"),
         ("unreadable yaml", "its config.yaml cannot be read"),
         ("yaml list", "its config is not a mapping"),
         ("empty config", "its config has no algorithm"),
         ("missing setting", "its config has no replay.kind"),
-        ("no seed", "its config has seed=zero, which is no number"),
-        ("no interval", "its config has eval_every=often, which is no number"),
-        ("no frames", "its column frames has an entry that is no number"),
-        ("zeros", "its column frames has an entry that is no number"),
+        ("no seed", "its config has seed=zero, which is not a number"),
+        ("no interval", "its config has eval_every=often, which is not a number"),
+        ("no frames", "its column frames has an entry that is not a number"),
+        ("zeros", "its column frames has an entry that is not a number"),
     ],
 )
 def test_a_bad_run_gets_a_line_and_does_not_stop_the_rest(tmp_path, what, words):
@@ -835,7 +839,7 @@ def test_a_bad_run_gets_a_line_and_does_not_stop_the_rest(tmp_path, what, words)
     runs = read.find_runs(tmp_path, told.append)
     assert [Path(run.source).name for run in runs] == ["good"]
     (line,) = told
-    assert line.startswith(f"{tmp_path / 'bad'}: left out, ")
+    assert line.startswith(f"{tmp_path / 'bad'} is left out: ")
     assert words in line
 
 
@@ -844,7 +848,9 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
     path.write_bytes(path.read_bytes()[:-3])
     told = []
     (run,) = read.find_runs(tmp_path, told.append)
-    assert told == [f"{tmp_path / 'run'}: the last line of metrics.csv is cut off and left out."]
+    assert told == [
+        f"{tmp_path / 'run'}: the last line of metrics.csv is truncated and is left out."
+    ]
     assert len(run.frames) == 19
     assert run.score == np.mean(range(8, 19))
 
@@ -1072,22 +1078,22 @@ def test_curves_show_seeds_bands_and_quoted_lines():
 
 
 def test_nothing_found_says_what_to_do(tmp_path):
-    with pytest.raises(SystemExit, match=r"no run\. .*python recipes/td3\.py"):
+    with pytest.raises(SystemExit, match=r"no runs were found\. .*python recipes/td3\.py"):
         report.main([str(tmp_path), "--out", str(tmp_path / "out")])
-    with pytest.raises(SystemExit, match="is no directory"):
+    with pytest.raises(SystemExit, match="is not a directory"):
         report.main([str(tmp_path / "absent")])
     write_run(tmp_path / "run", range(3))
-    with pytest.raises(SystemExit, match="1 runs, but none that could be scored"):
+    with pytest.raises(SystemExit, match="none of the 1 runs can be scored"):
         report.main([str(tmp_path), "--at", "50000", "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
-    with pytest.raises(SystemExit, match="it is ENTITY/PROJECT"):
+    with pytest.raises(SystemExit, match="give ENTITY/PROJECT"):
         report.main(["--wandb", "nmer"])
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "name a directory of runs"),
+        ([], "give a directory of runs"),
         (["runs", "--at", "0"], "--at 0"),
         (["runs", "--reps", "-5"], "--reps -5"),
     ],
@@ -1203,9 +1209,9 @@ def test_runs_come_from_weights_and_biases(tmp_path, service):
     Service.runs["broken"] = (nested(make_run_config(seed=4)), None)
     result = report_online(tmp_path, "me/nmer", service)
     assert result.returncode == 0, result.stderr
-    assert "other: left out, its config has no algorithm" in result.stderr
-    assert "early: left out, it has no evaluation yet" in result.stderr
-    assert "broken: left out, its history cannot be fetched" in result.stderr
+    assert "other is left out: its config has no algorithm" in result.stderr
+    assert "early is left out: it has no evaluation yet" in result.stderr
+    assert "broken is left out: its history cannot be fetched" in result.stderr
     frame = pd.read_csv(tmp_path / "report" / "table.csv")
     assert (frame["mean"][0], frame["seeds"][0]) == (14.5, 2)
     assert frame["seconds_per_run"][0] == 1200
@@ -1215,7 +1221,7 @@ def test_runs_come_from_weights_and_biases(tmp_path, service):
     ("project", "key", "words"),
     [
         ("me/absent", "0" * 40, "--wandb me/absent cannot be read"),
-        ("me/nmer", None, "needs an account"),
+        ("me/nmer", None, "needs an API key"),
     ],
 )
 def test_a_project_that_cannot_be_read_is_told(tmp_path, service, project, key, words):

@@ -152,18 +152,26 @@ def test_a_number_is_refused_outside_its_range_and_its_type(name):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("gamma", 2, "gamma=2, but it is a number from 0 to 1."),
-        ("lr", "abc", "lr=abc, but it is a number above 0, at most 1."),
-        ("exploration_noise", -1, "exploration_noise=-1, but it is a number, at least 0."),
-        ("seed", -1, "seed=-1, but it is an integer from 0 to 4294967295."),
-        ("hidden", 64, "hidden=64, but it is a list of integers, each at least 1."),
-        ("grad_clip", 0, "grad_clip=0, but it is a number above 0, or null for no clipping."),
-        ("tau", None, "tau=null, but it is a number above 0, at most 1."),
-        ("video", "yes", "video=yes, but it is true or false."),
-        ("compile", 1, "compile=1, but it is true, false or auto."),
-        ("losses", "mine", "losses=mine, but it is direct or torchrl."),
-        ("logger.mode", "on", "logger.mode=on, but it is online, offline, disabled or null."),
-        ("run_dir", 5, "run_dir=5, but it is text; put it in quotes: run_dir=\"'5'\"."),
+        ("gamma", 2, "gamma=2 is not valid; give a number from 0 to 1."),
+        ("lr", "abc", "lr=abc is not valid; give a number above 0, at most 1."),
+        ("exploration_noise", -1, "exploration_noise=-1 is not valid; give a number, at least 0."),
+        ("seed", -1, "seed=-1 is not valid; give an integer from 0 to 4294967295."),
+        ("hidden", 64, "hidden=64 is not valid; give a list of integers, each at least 1."),
+        (
+            "grad_clip",
+            0,
+            "grad_clip=0 is not valid; give a number above 0, or null for no clipping.",
+        ),
+        ("tau", None, "tau=null is not valid; give a number above 0, at most 1."),
+        ("video", "yes", "video=yes is not valid; give true or false."),
+        ("compile", 1, "compile=1 is not valid; give true, false or auto."),
+        ("losses", "mine", "losses=mine is not valid; give direct or torchrl."),
+        (
+            "logger.mode",
+            "on",
+            "logger.mode=on is not valid; give online, offline, disabled or null.",
+        ),
+        ("run_dir", 5, "run_dir=5 is not text; put it in quotes: run_dir=\"'5'\"."),
     ],
 )
 def test_a_refusal_says_what_was_given_and_what_is_allowed(name, value, message):
@@ -256,7 +264,7 @@ def test_settings_that_exist_are_known(recipe, overrides):
 @pytest.mark.parametrize(
     ("recipe", "overrides", "message"),
     [
-        ("td3", "+foo=1", r"no setting foo\. Known are: actor_l2, .*, video\.$"),
+        ("td3", "+foo=1", r"no setting foo\. The settings are: actor_l2, .*, video\.$"),
         ("td3", "+foo={}", r"no setting foo\."),
         ("td3", "+gama=0.9", r"no setting gama\. Did you mean gamma\?"),
         ("td3", "+alpha_init=1", r"no setting alpha_init\."),
@@ -266,7 +274,7 @@ def test_settings_that_exist_are_known(recipe, overrides):
         ("sac", "logger=csv +logger.project=x", r"no setting logger.project with logger=csv"),
         ("sac", "+collector.workers=2", r"no setting collector.workers with collector=local"),
         ("on_manifold", "+replay.k=3", r"no setting replay"),
-        ("on_manifold", "+method.x=3", r"no setting method.*Known are: alpha, "),
+        ("on_manifold", "+method.x=3", r"no setting method.*The settings are: alpha, "),
     ],
 )
 def test_unknown_settings_are_refused_with_what_is_allowed(recipe, overrides, message):
@@ -282,10 +290,10 @@ def test_unknown_settings_are_refused_with_what_is_allowed(recipe, overrides, me
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("~lr", "setting lr is missing, but td3.py needs it"),
+        ("~lr", "setting lr is missing; do not remove"),
         ("~env.version", "setting env.version is missing"),
         ("~logger", "setting logger is missing"),
-        ("algorithm=sac", "algorithm=sac, but td3.py trains td3"),
+        ("algorithm=sac", "algorithm=sac cannot be set: td3.py trains td3"),
     ],
 )
 def test_settings_that_are_needed_are_not_taken_away(overrides, message):
@@ -313,13 +321,25 @@ def test_words_that_hydra_understands_are_left_to_it(line):
 @pytest.mark.parametrize(
     ("recipe", "words", "message"),
     [
-        ("td3", "gamma=2", "td3.py: gamma=2, but it is a number from 0 to 1."),
-        ("td3", "exploration_noise=-1", "td3.py: exploration_noise=-1, but it is a number, at "),
-        ("sac", "lr=abc", "sac.py: lr=abc, but it is a number above 0, at most 1."),
-        ("sac", "total_frames=abc", "sac.py: total_frames=abc, but it is an integer, at least 1."),
+        ("td3", "gamma=2", "td3.py: gamma=2 is not valid; give a number from 0 to 1."),
+        (
+            "td3",
+            "exploration_noise=-1",
+            "td3.py: exploration_noise=-1 is not valid; give a number, at ",
+        ),
+        ("sac", "lr=abc", "sac.py: lr=abc is not valid; give a number above 0, at most 1."),
+        (
+            "sac",
+            "total_frames=abc",
+            "sac.py: total_frames=abc is not valid; give an integer, at least 1.",
+        ),
         ("sac", "lr=${nothing}", "sac.py: Interpolation key 'nothing' not found"),
-        ("td3", "gama=0.9", "td3.py: There is no setting gama. Did you mean gamma? Known are: "),
-        ("td3", "+foo=1", "td3.py: There is no setting foo. Known are: "),
+        (
+            "td3",
+            "gama=0.9",
+            "td3.py: There is no setting gama. Did you mean gamma? The settings are: ",
+        ),
+        ("td3", "+foo=1", "td3.py: There is no setting foo. The settings are: "),
         ("td3", "~lr", "td3.py: The setting lr is missing"),
         ("on_manifold", "+env.kwargs.x=1", "on_manifold.py: There is no setting env.kwargs"),
     ],
@@ -334,7 +354,7 @@ def test_a_wrong_setting_ends_the_command_before_it_trains(recipe, words, messag
 
 def test_a_wrong_setting_is_told_without_a_traceback(tmp_path):
     errors = run("td3", "exploration_noise=-1", cwd=tmp_path, code=1).stderr
-    assert errors == "td3.py: exploration_noise=-1, but it is a number, at least 0.\n"
+    assert errors == "td3.py: exploration_noise=-1 is not valid; give a number, at least 0.\n"
     assert not list(tmp_path.iterdir())
 
 
@@ -349,5 +369,5 @@ def test_every_run_of_a_sweep_refuses_what_nothing_reads(tmp_path, monkeypatch, 
     monkeypatch.setattr(sys, "gettrace", lambda: None)  # Hydra takes coverage for a debugger
     with pytest.raises(SystemExit):
         config.run_recipe(lambda cfg: pytest.fail("it trains"), "td3")
-    assert "td3.py: There is no setting foo. Known are: " in capsys.readouterr().err
+    assert "td3.py: There is no setting foo. The settings are: " in capsys.readouterr().err
     assert not list(tmp_path.glob("runs/td3/*/config.yaml"))

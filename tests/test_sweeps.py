@@ -56,14 +56,14 @@ def test_a_run_that_cannot_be_made_does_not_end_those_beside_it(tmp_path, capsys
     with pytest.raises(SystemExit) as ended:
         start("td3", "-m", *TINY, "batch_size=0,8", cwd=tmp_path)
     assert ended.value.code == 1
-    assert "batch_size=0, but it is an integer, at least 1" in capsys.readouterr().err
+    assert "batch_size=0 is not valid; give an integer, at least 1" in capsys.readouterr().err
     (done,) = tmp_path.glob("runs/td3/*/summary.json")
     assert "batch_size=8" in done.parent.name
 
 
 def test_a_sweep_has_no_single_directory(tmp_path):
     cfg = make_config("td3", f"run_dir={tmp_path}")
-    with pytest.raises(config.UsageError, match=r"leave it out, or name .* hydra.sweep.dir"):
+    with pytest.raises(config.UsageError, match=r"leave it out, or set .* hydra.sweep.dir"):
         place_in_sweep(cfg, "runs", "seed=0")
 
 
@@ -73,7 +73,7 @@ def test_a_complete_run_of_another_config_is_not_taken_for_this_one(tmp_path):
     (directory / "summary.json").write_text("{}")
     made = make_config("td3", "seed=3", "gamma=0.9")
     (directory / "config.yaml").write_text(OmegaConf.to_yaml(made, resolve=True))
-    with pytest.raises(config.UsageError, match=r"of another config: it was made with gamma=0.9"):
+    with pytest.raises(config.UsageError, match=r"holds a run with another config: gamma=0.9"):
         place_in_sweep(make_config("td3", "seed=3"), str(tmp_path), "seed=3")
     assert not place_in_sweep(made, str(tmp_path), "seed=3")
 

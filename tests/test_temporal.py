@@ -476,7 +476,7 @@ def test_keys_may_be_nested_and_several():
 
 
 def test_bad_input_is_named():
-    with pytest.raises(ValueError, match=r"`keys`, \('action',\), is an observation"):
+    with pytest.raises(ValueError, match=r"None of the keys \('action',\) is an observation"):
         TemporalPairSampler(keys=["action"])
     buffer = make_buffer()
     buffer.extend(Worlds(1).rows(5)[0])

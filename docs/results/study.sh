@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs one part of the study, then makes its report. Started again, it skips the runs that are complete and goes on with
-# the others from their checkpoints. docs/protocol.md says what each part is for.
+# Runs one part of the study, then writes all reports. If started again, it skips complete runs and resumes the others
+# from their checkpoints. docs/protocol.md says what each part is for.
 #   bash docs/results/study.sh rivals      # one part; see the cases below
-#   bash docs/results/study.sh keep        # no run: copies what is complete and makes every report
+#   bash docs/results/study.sh keep        # starts no run: copies the complete runs and writes all reports
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python}
@@ -109,7 +109,7 @@ pairings)
     ;;
 keep) ;;
 *)
-    echo "no part $1" >&2
+    echo "study.sh: there is no part $1; the cases of this script are the parts" >&2
     exit 2
     ;;
 esac

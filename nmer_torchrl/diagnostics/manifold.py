@@ -165,9 +165,9 @@ class _Names:
         roles = as_roles(keys, mixed)
         if any(len(part) != 1 for part in roles):
             raise ValueError(
-                "A simulator takes one observation and one action and gives one next observation "
-                f"and one reward, but keys={tuple(keys)!r} and value_keys={tuple(value_keys)!r} "
-                "name more or fewer; name exactly one of each."
+                "A simulator maps one observation and one action to one next observation and one "
+                f"reward, but keys={tuple(keys)!r} and value_keys={tuple(value_keys)!r} name more "
+                "or fewer; name exactly one of each."
             )
         return cls(
             roles.observations[0],

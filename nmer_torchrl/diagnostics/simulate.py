@@ -107,9 +107,9 @@ def _make_task(env_id: str) -> Any:
             warnings.simplefilter("ignore")  # v4 is outdated, but was chosen on purpose
             task: Any = gymnasium.make(env_id, disable_env_checker=True).unwrapped
     except gymnasium.error.DependencyNotInstalled as error:
-        raise ImportError(f"{env_id} cannot be made: {error}.") from None
+        raise ImportError(f"{env_id} cannot be created: {error}.") from None
     except (gymnasium.error.Error, ImportError) as error:
-        raise ValueError(f"{env_id} cannot be made: {error}") from None
+        raise ValueError(f"{env_id} cannot be created: {error}") from None
     task.reset(seed=0)
     return task
 

@@ -115,9 +115,9 @@ def warn_unmixed(
         names = ", ".join(map(repr, left))
         warnings.warn(
             f"{type(fold).__name__} mixes {', '.join(map(repr, mixed))}, but the rows also hold "
-            f"{names}, which stay the anchor's, so the entries of a mixed row may be inconsistent. "
-            "Add them to `mix_keys` (in make_replay_buffer to `keys` or `value_keys`), or pass "
-            f"anchor_keys=[{names}] to keep the anchor's.",
+            f"{names}, which are copied from the anchor, so the entries of a mixed row may be "
+            "inconsistent. Add them to `mix_keys` (in make_replay_buffer to `keys` or "
+            f"`value_keys`), or pass anchor_keys=[{names}] to copy them without this warning.",
             stacklevel=2,
         )
 

@@ -66,14 +66,14 @@ def train(cfg: DictConfig) -> None:
     """Trains one run."""
     if cfg.target_interval != cfg.policy_delay:
         raise UsageError(
-            f"target_interval={cfg.target_interval}, but Stable-Baselines3 moves the targets with "
-            f"the actor; give target_interval={cfg.policy_delay}, its policy_delay."
+            f"target_interval={cfg.target_interval}, but Stable-Baselines3 updates the targets "
+            f"together with the actor; give target_interval={cfg.policy_delay}, as policy_delay."
         )
     if cfg.actor_l2 or cfg.grad_clip is not None or cfg.replay_ratio != int(cfg.replay_ratio):
         raise UsageError(
             f"actor_l2={cfg.actor_l2}, grad_clip={cfg.grad_clip}, replay_ratio={cfg.replay_ratio}: "
-            "Stable-Baselines3 has neither of the first two, and whole ratios only; give "
-            "actor_l2=0 grad_clip=null replay_ratio=1, or another integer."
+            "Stable-Baselines3 does not support the first two, and supports only integer ratios; "
+            "give actor_l2=0 grad_clip=null and an integer replay_ratio."
         )
     torch.set_num_threads(cfg.threads)
     run, env = Run(cfg), make_env(cfg.env)

@@ -83,10 +83,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--env", default="HalfCheetah")
-    parser.add_argument("--frames", type=int, default=256, help="of each turn")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    default, folder = " (default: %(default)s)", Path("docs/benchmarks")
+    add = parser.add_argument
+    add("--env", default="HalfCheetah", help=f"task{default}")
+    add("--frames", type=int, default=256, help=f"frames per turn{default}")
+    add("--rounds", type=int, default=5, help=f"turns of each collector{default}")
+    add("--out", type=Path, default=folder, help=f"output directory{default}")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -166,7 +166,8 @@ def count_frame(method: str, search: str | None, waits: Waits) -> dict[str, int]
 def main() -> None:
     """Counts, prints and writes the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    folder, text = Path("docs/benchmarks"), "output directory (default: %(default)s)"
+    parser.add_argument("--out", type=Path, default=folder, help=text)
     args = parser.parse_args()
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     torch.set_num_threads(1)

@@ -36,7 +36,7 @@ def collect(cfg: DictConfig) -> TensorDict:
     path = Path(cfg.cache) / f"{cfg.env.id}-seed{cfg.seed}-{settings}-hidden{hidden}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
-        run.load_state_dict(read_state(path, "delete it to begin anew"))
+        run.load_state_dict(read_state(path, "delete it to start again"))
     every = max(1, cfg.total_frames // 10)
     with tqdm(
         total=cfg.total_frames, initial=run.frame, desc=cfg.env.id, mininterval=1, disable=None

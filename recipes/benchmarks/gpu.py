@@ -1,4 +1,4 @@
-"""Measures NMER's cost on your GPU beside uniform replay: sampling, writing, updates, frames.
+"""Measures NMER's cost on a GPU and that of uniform replay: sampling, writing, updates, frames.
 
     python recipes/benchmarks/gpu.py                                   # ten minutes on cuda:0
     python recipes/benchmarks/gpu.py --device cpu --sizes 10000 --minutes 3
@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> list[Measurement]:
     work = [(n, task, method) for n in args.sizes for task in tasks for method in args.methods]
     for n, task, method in tqdm(work, mininterval=1, disable=None):
         if time.monotonic() > end:
-            print(f"The time is up: {method} with {n:,} rows of {task} and all after it are left.")
+            print(f"Out of time: skipped {method} with {n:,} rows of {task} and all later ones.")
             break
         d = sum(TASKS[task])
         try:
@@ -282,18 +282,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
-    parser.add_argument("--widths", type=int, nargs="+", default=[23, 113, 365])
-    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
-    parser.add_argument("--minutes", type=float, default=10, help="after which no more is begun")
-    parser.add_argument("--hidden", type=int, default=256, help="units of each layer")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--compile", choices=("auto", "true", "false"), default="auto")
-    parser.add_argument("--out", type=Path, default=Path())
+    default = " (default: %(default)s)"
+    sizes, widths = [10_000, 100_000, 1_000_000], [23, 113, 365]
+    add = parser.add_argument
+    add("--device", default="cuda:0", help=f"device to measure{default}")
+    add("--sizes", type=int, nargs="+", default=sizes, help=f"numbers of stored rows{default}")
+    add("--widths", type=int, nargs="+", default=widths, help=f"dimensions of a point{default}")
+    what = f"methods to measure{default}"
+    add("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="METHOD", help=what)
+    add("--minutes", type=float, default=10, help=f"time limit for new measurements{default}")
+    add("--hidden", type=int, default=256, help=f"units of each layer{default}")
+    add("--threads", type=int, default=1, help=f"CPU threads{default}")
+    compiled = ("auto", "true", "false")
+    add("--compile", choices=compiled, default="auto", help=f"use torch.compile{default}")
+    add("--out", type=Path, default=Path(), help=f"output directory{default}")
     args = parser.parse_args()
     if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise SystemExit("gpu.py: no CUDA device is there; try --device cpu --sizes 10000.")
+        raise SystemExit("gpu.py: no CUDA device was found; try --device cpu --sizes 10000.")
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="torchrl|tensordict")
     torch.set_num_threads(args.threads)
@@ -304,8 +309,8 @@ def main() -> None:
     plot(cells, machine, args.out / "gpu.png")
     print(f"\n{show(cells, machine)}\n")
     print(
-        f"{args.out / 'gpu.csv'} and {args.out / 'gpu.png'} are written. Measurements on GPUs are "
-        "welcome: please open an issue on the project's page and attach gpu.csv."
+        f"Wrote {args.out / 'gpu.csv'} and {args.out / 'gpu.png'}. Measurements on GPUs are "
+        "welcome: please open an issue in the project's repository and attach gpu.csv."
     )
 
 

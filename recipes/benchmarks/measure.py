@@ -89,7 +89,7 @@ def write_table(rows: list[dict[str, Any]], path: Path) -> None:
         writer.writeheader()
         writer.writerows(rows)
     print(to_markdown(names, ([row[name] for name in names] for row in rows)))
-    print(f"\nwritten to {path}\n")
+    print(f"\nWrote {path}\n")
 
 
 def to_markdown(names: list[str], rows: Iterable[list[Any]]) -> str:

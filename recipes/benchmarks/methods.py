@@ -1,8 +1,8 @@
 """Measures the cost of a sample with every replay method, and of a step with every metric.
 
-    python recipes/benchmarks/methods.py          # beside uniform sampling
-    python recipes/benchmarks/methods.py metrics  # beside the Euclidean metric
-    python recipes/benchmarks/methods.py checks   # beside samples without checks
+    python recipes/benchmarks/methods.py          # compared with uniform sampling
+    python recipes/benchmarks/methods.py metrics  # compared with the Euclidean metric
+    python recipes/benchmarks/methods.py checks   # compared with samples without checks
 
 The methods' rows have HalfCheetah's shapes and follow each other in episodes of 1,000. A step of
 the metrics is one row written into a full ring, and a sample. Every neighbor list is built before
@@ -137,11 +137,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", choices=MEASURES, default="methods")
-    parser.add_argument("--rows", type=int, default=20_000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    default, folder = " (default: %(default)s)", Path("docs/benchmarks")
+    what = f"what to compare{default}"
+    add = parser.add_argument
+    add("what", nargs="?", choices=MEASURES, default="methods", help=what)
+    add("--rows", type=int, default=20_000, help=f"stored rows{default}")
+    add("--rounds", type=int, default=5, help=f"repetitions{default}")
+    add("--threads", type=int, default=1, help=f"CPU threads{default}")
+    add("--out", type=Path, default=folder, help=f"output directory{default}")
     args = parser.parse_args()
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     torch.set_num_threads(args.threads)

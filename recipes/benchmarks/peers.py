@@ -63,11 +63,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("package", choices=["stable_baselines3", "sbx"])
-    parser.add_argument("name")
-    parser.add_argument("--ratio", type=int, default=1)
-    parser.add_argument("--frames", type=int, default=1_500)
-    parser.add_argument("--first", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--hidden", type=int, nargs="+", default=[256, 256])
+    default = " (default: %(default)s)"
+    add = parser.add_argument
+    add("package", choices=["stable_baselines3", "sbx"], help="library to time")
+    add("name", help="class of the agent, such as TD3 or SAC")
+    add("--ratio", type=int, default=1, help=f"updates per frame{default}")
+    add("--frames", type=int, default=1_500, help=f"frames to time{default}")
+    add("--first", type=int, default=200, help=f"frames before the clock starts{default}")
+    add("--batch", type=int, default=256, help=f"batch size{default}")
+    add("--hidden", type=int, nargs="+", default=[256, 256], help=f"units per layer{default}")
     print(time_peer(**vars(parser.parse_args())))

@@ -187,7 +187,7 @@ def plot(parts: list[dict[str, Any]], path: Path) -> None:
     below.set_xlabel("rows written to a full ring")
     figure.savefig(path, dpi=150)
     plt.close(figure)
-    print(f"plot in {path}")
+    print(f"Wrote {path}")
 
 
 def main() -> None:
@@ -199,12 +199,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", choices=benches)
-    parser.add_argument("--minutes", type=float, default=60, help="for ring")
-    parser.add_argument("--rows", type=int, help="20,000 for ring, a million for the other")
-    parser.add_argument("--batches", type=int, default=100, help="for million")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    default, folder = " (default: %(default)s)", Path("docs/benchmarks")
+    add = parser.add_argument
+    add("name", choices=benches, help="measurement to run")
+    add("--minutes", type=float, default=60, help=f"duration of `ring`{default}")
+    add("--rows", type=int, help="buffer size (default: 20,000 for `ring`, else a million)")
+    add("--batches", type=int, default=100, help=f"batches that `million` samples{default}")
+    add("--threads", type=int, default=1, help=f"CPU threads{default}")
+    add("--out", type=Path, default=folder, help=f"output directory{default}")
     args = parser.parse_args()
     bench, rows, file = benches[args.name]
     args.rows = args.rows or rows

@@ -36,11 +36,13 @@ def record(name: str, frames: int, *, seed: int = 0, ratio: float = 1) -> np.nda
 def main() -> None:
     """Records one stream."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--env", default="HalfCheetah-v5")
-    parser.add_argument("--frames", type=int, default=30_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ratio", type=float, default=1, help="updates per frame (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("stream.npz"))
+    default = " (default: %(default)s)"
+    add = parser.add_argument
+    add("--env", default="HalfCheetah-v5", help=f"Gymnasium id of the task{default}")
+    add("--frames", type=int, default=30_000, help=f"frames to record{default}")
+    add("--seed", type=int, default=0, help=f"seed of the run{default}")
+    add("--ratio", type=float, default=1, help=f"updates per frame{default}")
+    add("--out", type=Path, default=Path("stream.npz"), help=f"output file{default}")
     args = parser.parse_args()
     torch.set_num_threads(1)
     points = record(args.env, args.frames, seed=args.seed, ratio=args.ratio)

@@ -157,7 +157,7 @@ class BatchCollector(ABC):
         self.frames, self.returns = state["frames"], list(state["returns"])
         self.stream.load_state_dict(state["stream"])
         tqdm.write(
-            f"collector={self.cfg.collector.kind} goes on with a new episode in every environment; "
+            f"collector={self.cfg.collector.kind} resumes with a new episode in every environment; "
             "only collector=local resumes within an episode.",
             file=sys.stderr,
         )
@@ -219,7 +219,7 @@ class ProcessCollector(BatchCollector):
             reason = str(error).strip().splitlines()[0]
             raise UsageError(
                 f"A worker of collector=multiprocess was lost at frame {self.frames} ({reason}); "
-                "what it printed is above. resume=auto goes on from the last checkpoint."
+                "its output is above. To resume from the last checkpoint, add resume=auto."
             ) from error
 
 

@@ -61,7 +61,9 @@ def join_blocks(blocks: Sequence[Batch]) -> Batch:
         return blocks[0]
     given = [entry for entry in blocks if entry.weight is not None]
     if given and len(given) < len(blocks):
-        raise ValueError("Some of the blocks have importance weights and some have none.")
+        raise ValueError(
+            "Some blocks have importance weights and others do not; weight all or none."
+        )
     if given:
         means = [block.weight.mean(1, keepdim=True) for block in blocks]
         pairs = zip(blocks, means, strict=True)

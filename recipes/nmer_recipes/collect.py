@@ -226,8 +226,8 @@ class FrameCollector:
                 fresh[i], self.episode_returns[i] = env.reset()[0], 0.0
         if fresh:
             tqdm.write(
-                "The state of the task is not known, so the run goes on with a new episode "
-                f"({envs.TASK_PAGE}#stop-and-go-on).",
+                "The state of the task cannot be restored, so the run resumes with a new episode "
+                f"(see {envs.TASK_PAGE}#resume-a-run).",
                 file=sys.stderr,
             )
             for i, observation in zip(fresh, self._upload(*fresh.values()), strict=True):

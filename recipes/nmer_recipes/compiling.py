@@ -94,8 +94,8 @@ def is_worth_it(cfg: DictConfig) -> bool:
     problem = why_not(cfg.device)
     if problem is not None and cfg.compile is True:
         raise UsageError(
-            f"compile=true, but torch.compile does not work here ({problem}); install a C++ "
-            "compiler and Python's headers, or leave it out."
+            f"compile=true, but torch.compile does not work on this machine ({problem}); install "
+            "a C++ compiler and Python's headers, or leave compile=true out."
         )
     return problem is None
 

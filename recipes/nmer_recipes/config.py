@@ -167,7 +167,7 @@ def run_recipe(
             if not (sweep and trains) or place_in_sweep(cfg, folder, overrides):
                 _tell_rule(cfg, by_rule)
                 return train(cfg)
-            print(f"{cfg.run_dir} is complete already, and is skipped.")
+            print(f"Skipping {cfg.run_dir}: the run is already complete.")
             return read_score(Path(cfg.run_dir))
         except UsageError as error:
             message = f"{name}.py: {error}"
@@ -211,17 +211,19 @@ def check_task_settings(env: DictConfig) -> None:
     """Raises a `UsageError` if the task is not named or its settings contradict each other."""
     if OmegaConf.is_missing(env, "id"):
         example = "torchrl.envs.PendulumEnv" if "kind" in env else "my_package:MyRobot-v0"
-        raise UsageError(f"The task is not named; give env.id, as env.id={example}: {TASK_PAGE}.")
+        raise UsageError(
+            f"No task was given; add env.id, as in env.id={example} (see {TASK_PAGE})."
+        )
     known = "version" in env and env.name in (*paper.LOCOMOTION, *paper.SMALL)
     if known and env.id != f"{env.name}-{env.version}":
         raise UsageError(
-            f"env.id={env.id}, but the settings are those of {env.name}-{env.version}; for a task "
-            f"of your own give env=gym env.id={env.id}: {TASK_PAGE}."
+            f"env.id={env.id} does not match the settings of {env.name}-{env.version}; for your "
+            f"own task, give env=gym env.id={env.id} (see {TASK_PAGE})."
         )
     wrappers = env.get("wrappers")
     if wrappers is not None and not isinstance(wrappers, ListConfig):
         raise UsageError(
-            f"env.wrappers={wrappers}, but it is a list of paths: env.wrappers=[{wrappers}]."
+            f"env.wrappers={wrappers} is not a list of paths; give env.wrappers=[{wrappers}]."
         )
 
 
@@ -233,65 +235,65 @@ def check_run(cfg: DictConfig) -> None:
     check_values(cfg)
     if cfg.get("random_frames", 0) >= cfg.total_frames:
         raise UsageError(
-            f"random_frames={cfg.random_frames} of total_frames={cfg.total_frames} leave no frame "
-            "to learn from; lower random_frames or raise total_frames."
+            f"random_frames={cfg.random_frames} must be less than total_frames={cfg.total_frames}; "
+            "lower random_frames or raise total_frames."
         )
     if cfg.get("total_updates", cfg.total_frames) != cfg.total_frames:
         raise UsageError(
-            f"total_frames={cfg.total_frames}, but {cfg.algorithm}.py acts in no environment; give "
-            "total_updates alone."
+            f"total_frames={cfg.total_frames} cannot be set for {cfg.algorithm}.py, which collects "
+            "no frames; give only total_updates."
         )
     idle = [f"data.{name}" for name in _OF_DATA if cfg.data.get(name)]
     if cfg.data.source is None and idle:
         raise UsageError(
-            f"{', '.join(idle)} was given without data; name them by data=FILE, or leave it out."
+            f"{', '.join(idle)} has no effect without recorded data; add data=FILE or leave it out."
         )
     if cfg.data.get("across") and cfg.buffer_size < cfg.total_frames:
         raise UsageError(
-            f"data.across=true with buffer_size={cfg.buffer_size}, below total_frames="
-            f"{cfg.total_frames}, would overwrite the data; raise buffer_size."
+            f"data.across=true would overwrite the data, because buffer_size={cfg.buffer_size} is "
+            f"less than total_frames={cfg.total_frames}; raise buffer_size."
         )
     if cfg.data.get("across") and cfg.data.share is not None:
         raise UsageError(
-            f"data.share={cfg.data.share} with data.across=true, which draws from all rows alike; "
-            "leave one of the two out."
+            f"data.share={cfg.data.share} has no effect with data.across=true, which draws from "
+            "all rows alike; leave one of the two out."
         )
     if "total_updates" in cfg and cfg.data.source is None:
         raise UsageError(
-            f"{cfg.algorithm}.py needs recorded data; give data=FILE, a run directory or a Minari "
-            "id: docs/howto/offline.md."
+            f"{cfg.algorithm}.py needs recorded data; add data=FILE, or data= with a run directory "
+            "or a Minari id (see docs/howto/offline.md)."
         )
     if cfg.eval_every > cfg.total_frames:
         raise UsageError(
-            f"eval_every={cfg.eval_every}, but the run has total_frames={cfg.total_frames}; "
-            "lower eval_every, or the run is never evaluated."
+            f"eval_every={cfg.eval_every} is greater than total_frames={cfg.total_frames}, so the "
+            "run would never be evaluated; lower eval_every."
         )
     if cfg.get("losses") == "torchrl" and cfg.compile is True:
-        raise UsageError(
-            "losses=torchrl is not compiled, but compile=true was given; leave one of the two out."
-        )
+        raise UsageError("losses=torchrl does not support compile=true; leave one of the two out.")
     if (
         "collector" in cfg
         and cfg.collector.kind != "local"
         and cfg.collector.frames_per_batch % cfg.env.count
     ):
         raise UsageError(
-            f"collector.frames_per_batch={cfg.collector.frames_per_batch} cannot be shared evenly "
-            f"by env.count={cfg.env.count} environments; make it a multiple of env.count."
+            f"collector.frames_per_batch={cfg.collector.frames_per_batch} is not a multiple of "
+            f"env.count={cfg.env.count}; change one of the two."
         )
     for name in ("device", "storage_device"):
         try:
             torch.empty(0, device=torch.device(cfg[name]))
         except (RuntimeError, AssertionError, TypeError) as error:
             reason = str(error).splitlines()[0]
-            raise UsageError(f"{name}={cfg[name]} is not there ({reason}); try cpu.") from None
+            raise UsageError(
+                f"{name}={cfg[name]} is not available ({reason}); try {name}=cpu."
+            ) from None
     if cfg.storage_device not in (cfg.device, "cpu"):
         raise UsageError(
-            f"storage_device={cfg.storage_device}, but rows are stored on the device of the "
-            f"updates, {cfg.device}, or on the cpu."
+            f"storage_device={cfg.storage_device} differs from device={cfg.device}; give "
+            f"storage_device={cfg.device} or storage_device=cpu."
         )
     if cfg.storage == "memmap" and torch.device(cfg.storage_device).type != "cpu":
         raise UsageError(
-            f"storage=memmap keeps rows in files of the host, but storage_device is "
-            f"{cfg.storage_device}; add storage_device=cpu."
+            f"storage=memmap keeps rows in files, not on storage_device={cfg.storage_device}; add "
+            "storage_device=cpu."
         )

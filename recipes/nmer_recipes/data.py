@@ -50,7 +50,7 @@ def make_sources(
     share = round(size * given)
     if given and not share:
         raise UsageError(
-            f"data.share={given} of batch_size={size} is less than a row; raise one of the two."
+            f"data.share={given} of batch_size={size} is less than one row; raise one of the two."
         )
     buffer = make_buffer(cfg, seed["replay"], directory)
     fixed = load_buffer(cfg, env, seed["data"])
@@ -68,13 +68,13 @@ def load_buffer(
     """
     path, kept = cache_file(cfg, env), None
     if path is not None and path.exists():
-        kept = read_state(path, f"delete it, and {cfg.data.source} is read again")
+        kept = read_state(path, f"delete it to read {cfg.data.source} again")
     rows = read_rows(cfg, env) if kept is None else TensorDict(kept["rows"], kept["size"])
     buffer = make_buffer(cfg, seed, directory, capacity=len(rows))
     if hasattr(buffer.sampler, "finish_episode"):
         raise UsageError(
-            f"replay={cfg.replay.kind} learns from the returns of episodes that are collected, and "
-            "fixed data have none; use another method."
+            f"replay={cfg.replay.kind} learns from the returns of collected episodes and does not "
+            "work with recorded data; use another method."
         )
     buffer.extend(rows.to(cfg.storage_device))
     if kept is not None:
@@ -110,8 +110,8 @@ def read_rows(cfg: DictConfig, env: gymnasium.Env) -> TensorDict:
     ):
         if given != wanted:
             raise UsageError(
-                f"data={cfg.data.source} has {name} of {given} entries, but those of "
-                f"{cfg.env.id} have {wanted}; name data of this task, or the task of these data."
+                f"data={cfg.data.source} has {name} of {given} entries, but {cfg.env.id} has "
+                f"{wanted}; give data of this task, or the task of this data."
             )
     if SCALED not in found.notes:  # a run's own rows are rescaled already
         rows["action"] = rescale(cfg, env, rows["action"])
@@ -128,8 +128,8 @@ def rescale(cfg: DictConfig, env: gymnasium.Env, actions: Tensor) -> Tensor:
         i = int(outside.nonzero()[0])
         raise UsageError(
             f"data={cfg.data.source}: actions of dimension {i} range from {actions[:, i].min():g} "
-            f"to {actions[:, i].max():g}, but {cfg.env.id} takes {low[i]:g} to {high[i]:g}. Are "
-            "they in the units of the task? Convert them, or clip them by data.clip=true."
+            f"to {actions[:, i].max():g}, but {cfg.env.id} accepts {low[i]:g} to {high[i]:g}; "
+            "convert them to the task's units, or clip them with data.clip=true."
         )
     return scaled.clamp(-1, 1)
 

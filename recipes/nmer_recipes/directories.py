@@ -50,13 +50,13 @@ def place_in_sweep(cfg: DictConfig, folder: str, overrides: str) -> bool:
     """
     if cfg.run_dir is not None:
         raise UsageError(
-            f"run_dir={cfg.run_dir} would be the directory of every run of the sweep; leave it "
-            "out, or name the directory that holds them all by hydra.sweep.dir."
+            f"run_dir={cfg.run_dir} would be shared by all runs of the sweep; leave it out, or set "
+            "the sweep's directory with hydra.sweep.dir."
         )
     if cfg.resume not in (None, "auto"):
         raise UsageError(
-            f"resume={cfg.resume} names one run, but -m starts several; leave out -m, or leave out "
-            "resume: a sweep started again goes on with its own runs."
+            f"resume={cfg.resume} is a single run, but -m starts several; leave one of the two "
+            "out. A sweep that is started again resumes its own runs."
         )
     overrides = re.sub(r"\\(.)", r"\1", overrides)  # remove Hydra's escapes
     cfg.run_dir = str(Path(folder) / name_directory(overrides or cfg.name, cfg.name))
@@ -92,8 +92,8 @@ def read_score(directory: Path) -> float:
         return float(json.loads((directory / "summary.json").read_text())["score"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"{directory / 'summary.json'} has no score that can be read ({error}); delete the "
-            "file, and the run ends again from its checkpoint."
+            f"{directory / 'summary.json'} has no valid score ({error}); delete the file and start "
+            "the sweep again, which completes the run from its checkpoint."
         ) from None
 
 
@@ -127,7 +127,7 @@ def find_directory(cfg: DictConfig) -> tuple[Path, bool]:
         directory = Path(cfg.resume)
         if cfg.run_dir is not None and Path(cfg.run_dir) != directory:
             raise UsageError(
-                f"resume={cfg.resume} and run_dir={cfg.run_dir} name two directories; "
+                f"resume={cfg.resume} and run_dir={cfg.run_dir} are different directories; "
                 "leave run_dir out."
             )
         _check_resumable(directory, cfg, further=True)
@@ -148,8 +148,8 @@ def find_directory(cfg: DictConfig) -> tuple[Path, bool]:
             _check_resumable(directory, cfg)
             return directory, True
         raise UsageError(
-            f"{directory} holds a run already, which is not overwritten; "
-            "add resume=auto to go on with it, or choose another run_dir."
+            f"{directory} already holds a run, which is not overwritten; "
+            "add resume=auto to resume it, or choose another run_dir."
         )
     _create(directory, cfg)
     return directory, False
@@ -168,7 +168,7 @@ def _new_directory(parent: Path, cfg: DictConfig) -> Path:
         except FileExistsError:
             continue
         return directory
-    raise UsageError(f"No name is free for a new run in {parent}; choose one by run_dir.")
+    raise UsageError(f"{parent} has no free name for a new run; choose one with run_dir.")
 
 
 def _create(directory: Path, cfg: DictConfig) -> None:
@@ -178,7 +178,7 @@ def _create(directory: Path, cfg: DictConfig) -> None:
     except FileExistsError:
         raise
     except OSError as error:
-        raise UsageError(f"run_dir={directory} cannot be made: {error}.") from None
+        raise UsageError(f"run_dir={directory} cannot be created: {error}.") from None
 
 
 def update_config(directory: Path, cfg: DictConfig) -> None:
@@ -194,15 +194,15 @@ def _check_resumable(directory: Path, cfg: DictConfig, *, further: bool = False)
     if not (directory / CHECKPOINT).exists():
         raise UsageError(
             f"{directory} has no {CHECKPOINT} to resume from; "
-            "start a new run without `resume`, or name the directory of another."
+            "start a new run without `resume`, or give another run directory."
         )
     _raise_if_different(directory, cfg, further=further)
     complete = (directory / "summary.json").exists()
     if complete and not (further and _goes_further(read_config(directory), cfg)):
         total = _total(cfg)
         raise UsageError(
-            f"The run in {directory} is complete; its summary.json has the score. To take it "
-            f"further, give {resume_word(directory)} and more than {total}={cfg[total]}."
+            f"The run in {directory} is complete; its summary.json has the score. To extend it, "
+            f"give {resume_word(directory)} and a {total} above {cfg[total]}."
         )
 
 
@@ -223,13 +223,14 @@ def _raise_if_different(directory: Path, cfg: DictConfig, *, further: bool = Fal
         different.pop("total_updates", None)  # which follow from the frames
     if different:
         words = [f"{name}={before} ({now} was given)" for name, (before, now) in different.items()]
-        alone = "alone goes on with it"
+        remedy = f"To resume it, give only {resume_word(directory)}"
         if (directory / "summary.json").exists():
             total = _total(cfg)
-            alone = f"and more than {total}={there.get(total)} take it further"
+            above = f"a {total} above {there.get(total)}"
+            remedy = f"To extend it, give {resume_word(directory)} and {above}"
         raise UsageError(
-            f"{directory} is of another config: it was made with {', '.join(words)}. "
-            f"{resume_word(directory)} {alone}; a new run needs another directory."
+            f"{directory} holds a run with another config: {', '.join(words)}. {remedy}; for a new "
+            "run, choose another directory."
         )
 
 
@@ -239,8 +240,8 @@ def read_config(directory: Path) -> dict[str, Any]:
         loaded = OmegaConf.load(directory / "config.yaml")
     except FileNotFoundError:
         raise UsageError(
-            f"{directory} has no config.yaml, so it is not the directory of a run; name another, "
-            "or start a new run without `resume`."
+            f"{directory} has no config.yaml, so it is not a run directory; give another one, or "
+            "start a new run without `resume`."
         ) from None
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
@@ -249,7 +250,9 @@ def read_config(directory: Path) -> dict[str, Any]:
             "start a new run without `resume`."
         ) from None
     if not isinstance(loaded, DictConfig):
-        raise UsageError(f"{directory / 'config.yaml'} is not the config of a run.")
+        raise UsageError(
+            f"{directory / 'config.yaml'} is not the config of a run; give another one."
+        )
     whole = OmegaConf.to_container(OmegaConf.merge(find_added(loaded), loaded))
     assert isinstance(whole, dict)
     return {str(name): value for name, value in whole.items()}

@@ -72,21 +72,21 @@ def _make_task(cfg: DictConfig, render_mode: str | None) -> gymnasium.Env:
                 import shimmy  # noqa: F401, registers these tasks
             return gymnasium.make(cfg.id, disable_env_checker=True, **options)
     except (gymnasium.error.Error, ImportError) as error:
-        remedy = "Choose one of recipes/conf/env, or another version by env.version."
+        remedy = "Choose a task from recipes/conf/env, or another version with env.version."
         if "version" not in cfg:
             remedy = (
-                "For a task of your own give env.id=MODULE:NAME; modules are looked for in the "
-                f"current directory and on PYTHONPATH: {TASK_PAGE}."
+                "For your own task, give env.id=MODULE:NAME; modules are imported from the current "
+                f"directory and from PYTHONPATH (see {TASK_PAGE})."
             )
-        raise UsageError(f"The environment {cfg.id} cannot be made: {error} {remedy}") from None
+        raise UsageError(f"The environment {cfg.id} cannot be created: {error} {remedy}") from None
     except (TypeError, ValueError) as error:
         reason = str(error).splitlines()[0].partition(" was raised from the environment creator")[0]
         if render_mode is not None:  # the task itself has passed its checks
             raise UsageError(f"{cfg.id} cannot be filmed: {reason}; leave the video out.") from None
         given = f"with {', '.join(options)}" if options else "without arguments"
         raise UsageError(
-            f"{cfg.id} cannot be constructed {given}: {reason}; give the arguments that its "
-            "constructor takes by env.kwargs.NAME=VALUE."
+            f"{cfg.id} cannot be constructed {given}: {reason}; give the arguments of its "
+            "constructor as env.kwargs.NAME=VALUE."
         ) from error
 
 
@@ -99,12 +99,13 @@ def _wrap(env: gymnasium.Env, cfg: DictConfig) -> gymnasium.Env:
             wrapped = wrapper(env)
         except TypeError as error:
             raise UsageError(
-                f"{given} cannot be put around {cfg.id}: {error}; it takes the task alone. Name a "
-                "function of your own that gives it more."
+                f"{given} cannot wrap {cfg.id}: {error}; a wrapper is called with the task only. "
+                "For more arguments, give a function of your own that passes them."
             ) from error
         if not isinstance(wrapped, gymnasium.Env):
             raise UsageError(
-                f"{given} returned {type(wrapped).__name__}, but a wrapper returns a gymnasium.Env."
+                f"{given} returned {type(wrapped).__name__}, but a wrapper must return a "
+                "gymnasium.Env."
             )
         env = wrapped
     return env

@@ -63,8 +63,8 @@ def told_of_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         with suppress(OSError):  # the messages may go to a file on the same disk
             tqdm.write(
-                f"{path} cannot be written ({error.strerror}) and stays as it was. "
-                "The run goes on, and tries again the next time.",
+                f"{path} cannot be written ({error.strerror}) and was not changed. "
+                "The run continues and tries again later.",
                 file=sys.stderr,
             )
 
@@ -76,8 +76,8 @@ def stopped_by_errors(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UsageError(
-            f"{error.filename or directory} cannot be written ({error.strerror}); all that was "
-            f"written before is whole. Make room, then go on with {resume_word(directory)}."
+            f"{error.filename or directory} cannot be written ({error.strerror}); earlier files "
+            f"are intact. Free some disk space, then resume with {resume_word(directory)}."
         ) from None
 
 

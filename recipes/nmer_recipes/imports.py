@@ -33,8 +33,8 @@ def import_parent(path: str, given: str) -> tuple[ModuleType, str]:
         return importlib.import_module(module), name
     except ImportError as error:
         raise UsageError(
-            f"{given} cannot be imported: {error}. Modules are looked for in the current "
-            "directory and on PYTHONPATH."
+            f"{given} cannot be imported: {error}. Modules are imported from the current directory "
+            "and from PYTHONPATH."
         ) from None
 
 

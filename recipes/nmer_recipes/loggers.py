@@ -46,7 +46,9 @@ def check_logger(cfg: DictConfig) -> None:
         case "csv" | "none":
             pass
         case other:
-            raise UsageError(f"logger.kind={other}; it is wandb, csv, tensorboard or none.")
+            raise UsageError(
+                f"logger.kind={other} is not valid; give wandb, csv, tensorboard or none."
+            )
 
 
 def make_logger(cfg: DictConfig, directory: Path, run_id: str | None) -> Logger:
@@ -66,14 +68,14 @@ def _wandb_mode(cfg: DictConfig) -> tuple[str | None, bool]:
     except ImportError:
         raise UsageError(
             "logger=wandb needs the package wandb, which is not installed; "
-            "`pip install wandb`, or choose logger=csv."
+            "run `pip install wandb`, or choose logger=csv."
         ) from None
     mode = cfg.logger.mode or os.environ.get("WANDB_MODE")
     keyless = mode in (None, "online") and not wandb.login(prompt=False, verify=False)
     if keyless and mode == "online":
         raise UsageError(
-            "wandb is asked to log online, but has no key; run `wandb login`, set "
-            "WANDB_API_KEY, or leave the mode out to log offline."
+            "wandb cannot log online without an API key; run `wandb login`, set WANDB_API_KEY, or "
+            "leave the mode out to log offline."
         )
     return "offline" if keyless else mode, keyless
 
@@ -84,7 +86,7 @@ def _summary_writer() -> Any:
     except ImportError:
         raise UsageError(
             "logger=tensorboard needs the package tensorboard, which is not installed; "
-            "`pip install tensorboard`, or choose logger=csv."
+            "run `pip install tensorboard`, or choose logger=csv."
         ) from None
     return SummaryWriter
 
@@ -133,7 +135,7 @@ class WandbLogger:
         if keyless:
             place = Path(self._run.dir).parent
             print(
-                f"wandb has no key, so it logs offline; to send it: wandb sync {place}",
+                f"wandb has no API key and logs offline; to upload the run: wandb sync {place}",
                 file=sys.stderr,
             )
 

@@ -45,7 +45,7 @@ def estimate(cfg: DictConfig, observations: int, actions: int) -> list[Part]:
     if search == "graph":
         candidates = max(3 * cfg.replay.get("k", 1) + 2, 16)
         lists = int(rows * (8 * candidates + 10) * _GROWTH)
-        parts.append(Part("neighbour lists", device if apart else where, lists))
+        parts.append(Part("neighbor lists", device if apart else where, lists))
     return parts
 
 
@@ -70,15 +70,15 @@ def check_memory(cfg: DictConfig, observations: int, actions: int) -> None:
         needed = sum(part.size for part in parts) + growing
         listed = ", ".join(f"{part.name} {_show(part.size)}" for part in parts)
         if growing:
-            listed += "; the largest table twice while it grows"
+            listed += "; the largest table is held twice while it grows"
         free = free_space(cfg) if place == DISK else free_memory(place)
         if place == DISK:  # two checkpoints hold them too, until the older one is deleted
             needed *= 3
-            listed += "; as much for a checkpoint, and for the one that replaces it"
+            listed += "; and as much for each of two checkpoints"
         if free is not None and needed > free:
             raise UsageError(
-                f"buffer_size={cfg.buffer_size} needs {_show(needed)} on {place} ({listed}), and "
-                f"{_show(free)} are free there. {_remedy(place, parts)}"
+                f"buffer_size={cfg.buffer_size} needs {_show(needed)} on {place} ({listed}), but "
+                f"only {_show(free)} are free. {_remedy(place, parts)}"
             )
         if needed >= _WORTH_TELLING:
             print(f"The full buffer takes {_show(needed)} on {place}: {listed}.", file=sys.stderr)
@@ -88,11 +88,11 @@ def _remedy(place: str, parts: list[Part]) -> str:
     ways = ["lower buffer_size"]
     names = {part.name for part in parts}
     if place.startswith("cuda") and "rows" in names:
-        ways.append("keep the rows in host memory by storage_device=cpu")
+        ways.append("keep the rows in host memory with storage_device=cpu")
     if place == "cpu" and "rows" in names:
-        ways.append("keep the rows in files by storage=memmap")
-    if "neighbour lists" in names:
-        ways.append("search without lists by replay.search=torch")
+        ways.append("keep the rows in files with storage=memmap")
+    if "neighbor lists" in names:
+        ways.append("search without neighbor lists with replay.search=torch")
     return "To make it fit: " + ", or ".join(ways) + "."
 
 

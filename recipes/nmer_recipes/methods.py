@@ -27,8 +27,8 @@ def find_method(kind: str) -> type[Method[Any]]:
         return METHODS[kind]
     if "." not in kind:
         raise UsageError(
-            f"There is no replay method {kind}. Known are: {', '.join(METHODS)}; a method of your "
-            "own is MODULE.CLASS."
+            f"There is no replay method {kind}; the methods are {', '.join(METHODS)}. For your own "
+            "method, give MODULE.CLASS."
         )
     loaded, name = import_parent(kind, f"replay={kind}")
     found = getattr(loaded, name, None)
@@ -36,7 +36,7 @@ def find_method(kind: str) -> type[Method[Any]]:
         file = getattr(loaded, "__file__", loaded.__name__)
         raise UsageError(
             f"replay={kind}: {file} has no method {name}; a method is a subclass of "
-            "nmer_torchrl.Method that has `make_sampler`."
+            "nmer_torchrl.Method that defines `make_sampler`."
         )
     return found
 

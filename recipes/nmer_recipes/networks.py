@@ -195,7 +195,7 @@ def critics_name(agent: LossModule) -> str:
             return name
     raise TypeError(
         f"{type(agent).__name__} has no parameters named qvalue_network_params; use a loss of "
-        "TorchRL that has, such as TD3Loss or SACLoss."
+        "TorchRL that has them, such as TD3Loss or SACLoss."
     )
 
 

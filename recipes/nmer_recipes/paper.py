@@ -100,8 +100,8 @@ def setting(
     row = best_rows().get((algorithm.upper(), env, method))
     if row is None:
         raise UsageError(
-            f"The paper has no {algorithm.upper()} on {env}, so {name} has no default there; set "
-            f"it in recipes/conf/{algorithm}.yaml."
+            f"The paper does not train {algorithm.upper()} on {env}, so {name} has no default "
+            f"there; set it in recipes/conf/{algorithm}.yaml."
         )
     text = row[name]
     if not text:
@@ -112,16 +112,16 @@ def setting(
 def rule(algorithm: str, env: str, kind: str) -> str:
     """Says where the values of `setting` for a task and a method come from."""
     if algorithm not in ALGORITHMS:
-        return "Settings for agents that the paper does not have, the same for every method"
+        return "Defaults for agents that are not in the paper, the same for every method"
     if env in SMALL:
-        return f"Settings of this project for {env} with every method"
+        return f"Defaults of this project for {env}, the same for every method"
     if env not in LOCOMOTION:
-        return "Settings for tasks that the paper does not have, the same for every method"
+        return "Defaults for tasks that are not in the paper, the same for every method"
     task, method = env, kind if kind in KINDS else "nmer"
     if (algorithm, env) == ("sac", "Humanoid"):
         task = "Ant"
     instead = "" if (task, method) == (env, kind) else f", used for {env} with {kind}"
-    return f"Settings of the paper for {algorithm.upper()} on {task} with {method}{instead}"
+    return f"The paper's settings for {algorithm.upper()} on {task} with {method}{instead}"
 
 
 @cache

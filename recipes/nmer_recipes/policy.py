@@ -117,7 +117,7 @@ class Policy(nn.Module):
 
     def _flatten(self, observation: dict[str, Any]) -> NDArray[Any]:
         if self.entries is None:
-            raise ValueError("The observation is a dict, but the policy's task has arrays.")
+            raise ValueError("The observation is a dict, but the policy expects an array.")
         parts = []
         for path in self.entries:
             part: Any = observation
@@ -161,15 +161,15 @@ def load_policy(directory: Path | str, which: str = "best") -> Policy:
     """
     directory = Path(directory)
     if which not in WHICH:
-        raise UsageError(f"which={which!r} is not known; give 'best' or 'last'.")
+        raise UsageError(f"which={which!r} is not valid; give 'best' or 'last'.")
     path = policy_file(directory, which)
     if not path.exists():
         raise UsageError(
-            f"{directory} holds no {path.name}; name a run directory of a recipe in which an "
-            "evaluation has had a finite return."
+            f"{directory} has no {path.name}; give the directory of a run that has completed an "
+            "evaluation with a finite return."
         )
     cfg = OmegaConf.load(directory / "config.yaml")
-    return Policy(cfg, read_state(path, "train again, or name another run"))
+    return Policy(cfg, read_state(path, "train again, or give another run"))
 
 
 def export_policy(policy: Policy, path: Path) -> None:

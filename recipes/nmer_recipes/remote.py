@@ -24,7 +24,7 @@ except ImportError:
 
 _TRIES = 3  # attempts to restart workers without a batch from them
 _NOBODY = (
-    "collector.address={}: no Ray cluster answers there ({}). Start one by `ray start --head`, or "
+    "collector.address={}: no Ray cluster was found ({}). Start one with `ray start --head`, or "
     "leave the address out."
 )
 
@@ -43,8 +43,8 @@ class RemoteCollector(BatchCollector):
     def __init__(self, cfg: DictConfig, *arguments: Any, **options: Any) -> None:
         if ray is None:
             raise UsageError(
-                'collector=ray needs Ray, which is not installed: pip install "ray>=2.60", or '
-                "leave it out to act in this process."
+                'collector=ray needs Ray, which is not installed; run `pip install "ray>=2.60"`, '
+                "or use collector=local to act in this process."
             )
         _check_address(cfg.collector.address)
         super().__init__(cfg, *arguments, **options)
@@ -79,14 +79,14 @@ class RemoteCollector(BatchCollector):
             except (ray.exceptions.RayError, RuntimeError) as error:
                 reason = str(error).strip().splitlines()[0]
                 tqdm.write(
-                    f"A worker was lost at frame {self.frames} ({reason}); all begin anew, each "
-                    "with a new episode.",
+                    f"A worker was lost at frame {self.frames} ({reason}); all workers restart "
+                    "with new episodes.",
                     file=sys.stderr,
                 )
                 self._stop()
         raise UsageError(
-            f"Workers were lost {_TRIES} times in a row without a batch from them, last by: "
-            f"{reason} What was learned is in the last checkpoint, from which resume=auto goes on."
+            f"Workers were lost {_TRIES} times in a row without returning a batch ({reason}). To "
+            "resume from the last checkpoint, add resume=auto."
         )
 
     def _make(self, make_envs: list[MakeEnv]) -> BaseCollector:
@@ -96,9 +96,10 @@ class RemoteCollector(BatchCollector):
         if not self._places.wait(cfg.patience):
             there = ray.cluster_resources().get("CPU", 0)
             raise UsageError(
-                f"collector.workers={cfg.workers} with collector.cpus={cfg.cpus} each did not find "
-                f"room within {cfg.patience} s; the cluster has {there:g} CPUs in all. Lower "
-                "either, or add machines; resume=auto goes on from a checkpoint."
+                f"The cluster has {there:g} CPUs in total and had no room for "
+                f"collector.workers={cfg.workers} with collector.cpus={cfg.cpus} each within "
+                f"{cfg.patience} s. Lower one of the two, or add machines. To resume from a "
+                "checkpoint, add resume=auto."
             )
         place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._places)
         collector = RayCollector(

@@ -58,8 +58,8 @@ def make_buffer(
     if any(isinstance(part, MultiStepTransform) for part in buffer.transform.modules()):
         raise UsageError(
             f"replay={cfg.replay.kind} has a MultiStepTransform, but the recipes store single "
-            "rows, of several environments in turns; leave it out, or store rows of shape "
-            "[envs, steps] in a loop of your own."
+            "rows and alternate between environments; leave it out, or store rows of shape "
+            "[envs, steps] in your own training loop."
         )
     return buffer
 

@@ -52,7 +52,7 @@ def continue_config(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
     if saved.get("algorithm") != cfg.algorithm:
         raise UsageError(
             f"{cfg.resume} holds a run of {saved.get('algorithm')}, but {cfg.algorithm}.py trains "
-            f"{cfg.algorithm}; give it to recipes/{saved.get('algorithm')}.py."
+            f"{cfg.algorithm}; resume it with recipes/{saved.get('algorithm')}.py."
         )
     typed = {override.key_or_group: override.value() for override in _parse(words)}
     same = {group for group, choice in find_choices(saved).items() if typed.get(group) == choice}

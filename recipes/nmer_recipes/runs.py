@@ -133,9 +133,9 @@ class Run:
             total=cfg.total_frames, desc=cfg.name, unit=unit, mininterval=1, disable=None
         )
         if self.resumed:
-            what = f"goes on in {self.directory} after {unit} {self.frames} of {cfg.total_frames}"
+            what = f"resumes in {self.directory} after {unit} {self.frames} of {cfg.total_frames}"
         elif cfg.resume == "auto" and not _in_sweep():
-            what = f"begins in {self.directory}: resume=auto found no run to go on with"
+            what = f"starts in {self.directory}: resume=auto found no run to resume"
         else:
             what = f"writes to {self.directory}"
         self.bar.write(f"{cfg.name} {what}", file=sys.stderr)
@@ -150,7 +150,9 @@ class Run:
         if self.interrupted is not None:  # asked twice: stop now
             raise KeyboardInterrupt
         self.interrupted = number
-        self.bar.write("Stopping after this frame; once more to stop at once.", file=sys.stderr)
+        self.bar.write(
+            "Stopping after this frame; interrupt again to stop at once.", file=sys.stderr
+        )
 
     def stops(self) -> bool:
         """Returns whether a signal has asked the run to stop."""
@@ -214,8 +216,9 @@ class Run:
         if bad and not self._diverged:
             self._diverged = True
             self.bar.write(
-                f"{', '.join(bad)} is not finite at frame {row['frames']:.0f}: the task returned "
-                "such a number, or the agent has diverged. The run goes on, but learns no more.",
+                f"{', '.join(bad)} is not finite at frame {row['frames']:.0f}: the task returned a "
+                "non-finite number, or the agent has diverged. The run continues, but no longer "
+                "learns.",
                 file=sys.stderr,
             )
 
@@ -251,10 +254,9 @@ class Run:
             if "total_updates" in self.cfg:
                 what, total = "updates", "total_updates"
             self.bar.write(
-                f"About {duration(seconds)} to go on this machine: {frames_left:,} {what} at "
-                f"{rate:.0f} updates/s. To shorten it: {fewer}a smaller {total}, or device=cuda "
-                "where there is one. "
-                "It can be stopped by Ctrl-C and continued by resume=auto.",
+                f"About {duration(seconds)} left on this machine: {frames_left:,} {what} at "
+                f"{rate:.0f} updates/s. To shorten the run, use {fewer}a smaller {total}, or "
+                "device=cuda if available. Ctrl-C stops the run, and resume=auto resumes it.",
                 file=sys.stderr,
             )
 
@@ -279,9 +281,9 @@ class Run:
     def stop(self) -> None:
         """Ends an interrupted run, and prints how to continue it."""
         command = resume_command(self.directory, self.cfg.algorithm)
-        print(f"Stopped; a checkpoint is written. To go on: {command}", file=sys.stderr)
+        print(f"Stopped after writing a checkpoint. To resume: {command}", file=sys.stderr)
         if _in_sweep():
-            print("The sweep's command again does all that is left of it.", file=sys.stderr)
+            print("To resume the sweep, run its command again.", file=sys.stderr)
         raise SystemExit(128 + int(self.interrupted or 0))
 
     def finish(self) -> float:

@@ -116,7 +116,7 @@ RANGES: dict[str, Range] = {
     "ucb_bonus": _SIZE,
     # Fixed data
     "data.share": Range(0, 1, null="for half of each batch"),
-    "data.max_steps": Range(1, whole=True, null="for what the data say"),
+    "data.max_steps": Range(1, whole=True, null="if the data has time limits"),
     "bc_alpha": _SIZE,
     "expectile": Range(0.5, 0.999),
     "temperature": _SIZE,
@@ -170,19 +170,21 @@ def check_values(cfg: DictConfig) -> None:
     for name, numbers in RANGES.items():
         value = OmegaConf.select(cfg, name, default=_ABSENT)
         if value is not _ABSENT and not numbers.holds(value):
-            raise UsageError(f"{name}={show(value)}, but it is {numbers}.")
+            raise UsageError(f"{name}={show(value)} is not valid; give {numbers}.")
     for name, choices in CHOICES.items():
         value = OmegaConf.select(cfg, name, default=_ABSENT)
         if value is not _ABSENT and not any(
             value is choice or (isinstance(choice, str) and value == choice) for choice in choices
         ):
             *others, last = map(show, choices)
-            raise UsageError(f"{name}={show(value)}, but it is {', '.join(others)} or {last}.")
+            raise UsageError(
+                f"{name}={show(value)} is not valid; give {', '.join(others)} or {last}."
+            )
     for name in TEXTS:
         value = OmegaConf.select(cfg, name)
         if not isinstance(value, str | None):
             raise UsageError(
-                f"{name}={show(value)}, but it is text; put it in quotes: {name}=\"'{value}'\"."
+                f"{name}={show(value)} is not text; put it in quotes: {name}=\"'{value}'\"."
             )
 
 
@@ -209,9 +211,11 @@ def check_names(cfg: DictConfig, recipe: str, choices: Mapping[str, str | None])
     for name in _beyond(given, reference):
         _raise_unknown(name, reference, choices)
     for name in _beyond(reference, given):
-        raise UsageError(f"The setting {name} is missing, but {recipe}.py needs it; leave out `~`.")
+        raise UsageError(f"The setting {name} is missing; do not remove it with `~`.")
     if given.get("algorithm", recipe) != recipe:
-        raise UsageError(f"algorithm={given['algorithm']}, but {recipe}.py trains {recipe}.")
+        raise UsageError(
+            f"algorithm={given['algorithm']} cannot be set: {recipe}.py trains {recipe}."
+        )
 
 
 def check_words(words: Sequence[str], recipe: str) -> None:
@@ -252,8 +256,8 @@ def _check_task(chosen: str) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise UsageError(
-                f"There is no env={name}.{hint} Known are: {', '.join(known)}. For a task of your "
-                f"own give env=gym env.id={name}: {TASK_PAGE} shows how."
+                f"There is no env={name}.{hint} The tasks are: {', '.join(known)}. For your own "
+                f"task, give env=gym env.id={name} (see {TASK_PAGE})."
             )
 
 
@@ -348,7 +352,7 @@ def _raise_unknown(name: str, reference: Mapping[Any, Any], choices: Mapping[str
         known = ", ".join(other for other in names if other.startswith(f"{group}."))
     else:
         where, known = "", ", ".join(other for other in names if "." not in other)
-    raise UsageError(f"There is no setting {name}{where}.{hint} Known are: {known}.")
+    raise UsageError(f"There is no setting {name}{where}.{hint} The settings are: {known}.")
 
 
 def show(value: Any) -> str:

@@ -18,23 +18,23 @@ def check_spaces(env: gymnasium.Env, name: str) -> None:
     space = env.action_space
     if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating):
         raise UsageError(
-            f"{name} has actions in {space}, but SAC and TD3 here act in continuous boxes; "
-            "map them from a Box of floats by a wrapper (env.wrappers), or choose another task."
+            f"{name} has actions in {space}, but the recipes need a Box of floats; "
+            "convert them with a wrapper (env.wrappers), or choose another task."
         )
     if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
         raise UsageError(
             f"{name} has unbounded actions, which cannot be rescaled to [-1, 1]; "
-            "bound them by a wrapper."
+            "bound them with a wrapper."
         )
     if len(space.shape) != 1 or not space.shape[0]:
         raise UsageError(
-            f"{name} has actions of shape {space.shape}, but the recipes' are [n]; reshape them by "
-            "a wrapper."
+            f"{name} has actions of shape {space.shape}, but the recipes need shape [n]; reshape "
+            "them with a wrapper."
         )
     if not (space.low < space.high).all():
         raise UsageError(
-            f"{name} has actions from {space.low} to {space.high}, of which some are fixed; leave "
-            "them out by a wrapper."
+            f"{name} has actions from {space.low} to {space.high}, some of which are fixed; remove "
+            "these with a wrapper."
         )
 
 
@@ -45,17 +45,17 @@ def _check_observations(space: spaces.Space, name: str, *, entry: bool = False) 
             _check_observations(part, f"{name}, entry {key!r},", entry=True)
         return
     if not isinstance(space, spaces.Box):
-        remedy = "turn them into a Box, or a Dict of boxes, by a wrapper"
+        remedy = "convert them to a Box, or a Dict of boxes, with a wrapper"
     elif space.dtype == np.uint8 and len(space.shape) > 1:
-        remedy = "leave images out, or encode them as floats, by a wrapper"
+        remedy = "remove images, or encode them as floats, with a wrapper"
     elif not np.issubdtype(space.dtype, np.floating):
-        remedy = "turn integers into floats by a wrapper"
+        remedy = "convert integers to floats with a wrapper"
     elif not (entry and space.shape == ()) and (len(space.shape) != 1 or not space.shape[0]):
-        remedy = "flatten them by env.wrappers=[gymnasium.wrappers.FlattenObservation]"
+        remedy = "flatten them with env.wrappers=[gymnasium.wrappers.FlattenObservation]"
     else:
         return
     raise UsageError(
-        f"{name} has observations in {_describe(space)}, but the recipes take floats of shape [n], "
+        f"{name} has observations in {_describe(space)}, but the recipes need floats of shape [n], "
         f"or a Dict of these and of single numbers; {remedy}."
     )
 
@@ -75,8 +75,8 @@ def check_time_limit(env: gymnasium.Env, name: str) -> None:
         layer = layer.env
     if not limited:
         raise UsageError(
-            f"{name} has no time limit, so that an evaluation may never end; give one by "
-            f"env.max_steps=1000: {TASK_PAGE}."
+            f"{name} has no time limit, so an evaluation might never end; set one with "
+            f"env.max_steps=1000 (see {TASK_PAGE})."
         )
 
 
@@ -91,20 +91,22 @@ def check_steps(env: gymnasium.Env, name: str) -> None:
         if "values to unpack" not in str(error):
             raise
         raise UsageError(
-            f"{name}: reset() must return (observation, info), and step() (observation, reward, "
-            f"terminated, truncated, info), as Gymnasium asks for; one of them did not: {error}."
+            f"{name}: reset() must return (observation, info), and step() must return "
+            f"(observation, reward, terminated, truncated, info); one of them did not: {error}."
         ) from error
     _check_observation(start, env.observation_space, f"{name}: reset()")
     _check_observation(observation, env.observation_space, f"{name}: step()")
     number = not np.ndim(reward) and np.issubdtype(np.asarray(reward).dtype, np.number)
     if not number or not np.isfinite(reward):
         raise UsageError(
-            f"{name}: step() returned the reward {reward!r}, but a reward is one finite number; "
-            "return a float."
+            f"{name}: step() returned the reward {reward!r}, but a reward must be one finite "
+            "number; return a float."
         )
     for flag in (terminated, truncated):
         if np.ndim(flag):
-            raise UsageError(f"{name}: step() returned the flag {flag!r}, but a flag is one bool.")
+            raise UsageError(
+                f"{name}: step() returned the flag {flag!r}, but a flag must be one bool."
+            )
 
 
 def _check_observation(observation: Any, space: spaces.Space, where: str) -> None:

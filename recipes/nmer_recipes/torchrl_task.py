@@ -38,13 +38,13 @@ class TorchRLTask(gymnasium.Env):
         made = import_callable(path, f"env.id={path}")(**options)
         if not isinstance(made, EnvBase):
             raise UsageError(
-                f"env.id={path} returned {type(made).__name__}, but env=torchrl takes a TorchRL "
-                "environment, or a function that makes one; for Gymnasium's give env=gym."
+                f"env.id={path} returned {type(made).__name__}, but env=torchrl needs a TorchRL "
+                "environment, or a function that returns one; for a Gymnasium task, give env=gym."
             )
         if made.batch_size:
             raise UsageError(
                 f"env.id={path} has batch size {list(made.batch_size)}, but the recipes act in one "
-                "environment at a time; make it without a batch dimension."
+                "environment at a time; create it without a batch dimension."
             )
         self.env = made.to("cpu")
         leaves = made.observation_spec.keys(include_nested=True, leaves_only=True)
@@ -112,8 +112,8 @@ def _as_box(spec: TensorSpec, what: str) -> spaces.Box:
     """Converts a spec to a Gymnasium space; a scalar gets shape [1]."""
     if not isinstance(spec, Bounded | Unbounded) or not spec.dtype.is_floating_point:
         raise UsageError(
-            f"env.id={what} is {type(spec).__name__} of {spec.dtype}, but the recipes take floats; "
-            "convert it by a transform, or leave it out."
+            f"env.id={what} is {type(spec).__name__} of {spec.dtype}, but the recipes need floats; "
+            "convert it with a transform, or leave it out."
         )
     low, high = (np.atleast_1d(edge.cpu().numpy()) for edge in (spec.space.low, spec.space.high))
     if not isinstance(spec, Bounded):

@@ -57,8 +57,8 @@ def train(
     """
     if cfg.data.source is not None and add_entries is not None:
         raise UsageError(
-            f"data={cfg.data.source}, but {cfg.algorithm}.py needs entries of each row that fixed "
-            "data do not have; leave the data out, or use another agent."
+            f"data={cfg.data.source} cannot be used: {cfg.algorithm}.py needs entries that "
+            "recorded rows do not have; leave the data out, or use another agent."
         )
     check_task(cfg.env)
     check_video(cfg)

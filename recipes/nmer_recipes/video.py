@@ -32,7 +32,7 @@ def make_filmed(cfg: DictConfig) -> gymnasium.Env:
     except ImportError:
         raise UsageError(
             "A video needs the package imageio-ffmpeg, which is not installed; "
-            "`pip install imageio imageio-ffmpeg`, or leave the video out."
+            "run `pip install imageio imageio-ffmpeg`, or leave the video out."
         ) from None
     if sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")

@@ -186,7 +186,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_ends_with_a_clear_error(ru
     assert code == 1
     assert "Traceback" not in told
     assert told.count(f"{file} cannot be written (File too large)") > 5
-    assert f"Make room, then go on with resume={directory}." in told.splitlines()[-1]
+    assert f"Free some disk space, then resume with resume={directory}." in told.splitlines()[-1]
     assert file.read_bytes() == before
     assert not (directory / DRAFT).exists()
     assert not (directory / "summary.json").exists()

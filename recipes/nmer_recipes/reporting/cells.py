@@ -122,10 +122,10 @@ def make_cells(runs: Iterable[RunData], tell: Tell, *, at: int | None = None) ->
             cells.append(Cell(task, method, ratio, setting, members))
         if len(groups) > 1:
             made = cells[-len(groups) :]
-            counts = "; ".join(f"{cell.setting} ({len(cell.runs)} runs)" for cell in made)
+            counts = "; ".join(f"{cell.setting} (seeds: {len(cell.runs)})" for cell in made)
             tell(
                 f"Mixed configs: {task.agent.key} {task.name} {method} replay_ratio={ratio:g} was "
-                f"run with {counts}. They are not averaged: each is a row of its own."
+                f"run with {counts}. They are not averaged; each has its own row."
             )
     return sorted(cells, key=lambda c: (c.task, c.method, c.replay_ratio, c.setting))
 
@@ -135,7 +135,7 @@ def _one_per_seed(group: list[RunData], tell: Tell) -> list[RunData]:
     seeds: dict[int, RunData] = {}
     for run in sorted(group, key=lambda run: (run.frames[-1], run.source)):
         if (other := seeds.get(run.seed)) is not None:
-            tell(f"{other.source}: left out, {run.source} is the same config and seed.")
+            tell(f"{other.source} is left out: {run.source} has the same config and seed.")
         seeds[run.seed] = run
     return [seeds[seed] for seed in sorted(seeds)]
 
@@ -150,15 +150,15 @@ def _at_one_step(
     short = [run for run in group if not run.reaches(step)]
     for run in short if there or at else []:
         tell(
-            f"{run.source}: left out, it is at {run.frames[-1]:,} of {step:,} frames; "
+            f"{run.source} is left out: it has {run.frames[-1]:,} of {step:,} frames; "
             f"`--at {run.frames[-1]}` scores every run at that step."
         )
     if not there and at is None:
         there, step = group, int(min(run.frames[-1] for run in group))
         names = ", ".join(run.source for run in group)
         tell(
-            f"Unfinished: no run of {first.total_frames:,} frames is there yet of {names}; "
-            f"scored at {step:,} frames, which all of these have reached."
+            f"Unfinished: none of {names} has reached {first.total_frames:,} frames; "
+            f"scored at {step:,} frames, which all of them have reached."
         )
     ended = tuple(run for run in (run.until(step) for run in there) if len(run.frames))
     if not ended:

@@ -32,16 +32,18 @@ from nmer_recipes.reporting.text import (
 from nmer_recipes.scores import WINDOW
 
 _LEGEND = f"""\
-Scores are the mean of the last {WINDOW} evaluations of a run; mean ± standard deviation and the
-interquartile mean (IQM) are over seeds, with 95 % stratified-bootstrap intervals. P(> uniform) is
-the probability that a run beats one of uniform replay. Δ NMER is the change against NMER in
-percent, averaged over as many tasks as are in brackets. Differences are taken seed by seed, with
-Student's 95 % intervals; a method is ahead or behind if the score's interval lies above or below
-zero. The area is the mean return of all evaluations after the random frames. Normalized scores are
-scaled by the lowest and the highest of these very runs, and are not to be quoted elsewhere. Rows
-without seeds are quoted by the paper. Where methods are at their best, that is the setting with the
-highest mean of these very runs, which flatters methods with more settings. At equal replay ratio
-the paper's figures are of its ablations.
+The score of a run is the mean of its last {WINDOW} evaluations. The mean ± standard deviation and
+the interquartile mean (IQM) are over the scores of the seeds. P(> uniform) is the probability that
+a run scores higher than a run of uniform replay. The 95 % intervals of the IQM and of P(> uniform)
+are from a stratified bootstrap. Δ NMER is the difference from NMER's mean in percent, averaged over
+the number of tasks in parentheses. Differences seed by seed are between runs with the same seed,
+with Student's 95 % intervals. A method is ahead or behind if the interval of the score's difference
+lies above or below zero. The area is the mean return of all evaluations after the random frames.
+Normalized scores are scaled by the lowest and the highest run of each task in the comparison, so
+do not quote them elsewhere. Rows without seeds are results that the paper quotes. With each method
+at its best, the setting with the highest mean is chosen by the same runs that are reported, which
+favors methods with more settings. At equal replay ratio, the paper's results are from its
+ablations.
 """
 
 

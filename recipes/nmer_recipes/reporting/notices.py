@@ -22,9 +22,9 @@ def tell_about_cells(cells: Sequence[Cell], tell: Tell) -> None:
         names = _some([f"{cell.label}: {len(cell.runs)}" for cell in few])
         tell(
             f"FEW SEEDS: {len(few)} of {len(cells)} rows have fewer than {FEW} seeds ({names}). "
-            "Bootstrap intervals of so few are too narrow: with up to four seeds they are no more "
-            "than the lowest and the highest run, which hold the center of a symmetric "
-            "distribution with a probability of 50, 75 and 87.5 % for two, three and four."
+            "Bootstrap intervals of so few seeds are too narrow. With two, three or four seeds, "
+            "they extend at most from the lowest to the highest run, a range that contains the "
+            "center of a symmetric distribution with a probability of 50, 75 or 87.5 %."
         )
     tasks = sorted({cell.task for cell in cells})
     envs: dict[tuple[str, str], list[Task]] = defaultdict(list)
@@ -35,27 +35,28 @@ def tell_about_cells(cells: Sequence[Cell], tell: Tell) -> None:
             steps = ", ".join(f"{frames:,}" for frames in sorted({t.frames for t in group}))
             tell(
                 f"BUDGETS DIFFER: {agent} on {env} was scored at {steps} frames. These are "
-                f"tasks of their own and not compared; `--at {min(t.frames for t in group)}` "
-                "scores all at the same step."
+                f"separate tasks and are not compared; `--at {min(t.frames for t in group)}` "
+                "scores all of them at the same step."
             )
         if len({task.version for task in group}) > 1:
             versions = ", ".join(sorted({task.version for task in group}))
             tell(
                 f"ENVIRONMENT VERSIONS DIFFER: {agent} on {env} was run on {versions}. These "
-                "are tasks of their own and not compared."
+                "are separate tasks and are not compared."
             )
     known = [task for task in tasks if paper.result(task.agent.key, task.env, "nmer")]
     if other := [task for task in known if task.frames != paper.FRAMES]:
         names = ", ".join(f"{task.agent.key} {task.name} {task.frames:,}" for task in other)
         tell(
-            f"NOT THE PAPER'S BUDGET: its figures are at {paper.FRAMES:,} frames, these are not: "
-            f"{names}. Compare the rows with one another, not with the paper's column."
+            f"NOT THE PAPER'S BUDGET: the paper's results are at {paper.FRAMES:,} frames, unlike "
+            f"these: {names}. Compare the rows with each other, not with the paper's column."
         )
     if other := [task for task in known if task.version != paper.VERSION]:
         names = ", ".join(sorted({task.name for task in other}))
         tell(
-            f"NOT THE PAPER'S ENVIRONMENTS: it ran {paper.VERSION}, which is gone; these "
-            f"are {names}. Rewards and observations have changed since (v4 is nearest)."
+            f"NOT THE PAPER'S ENVIRONMENTS: the paper used {paper.VERSION}, which is no longer "
+            f"available; these runs used {names}. Rewards and observations have changed since then "
+            "(v4 is the closest)."
         )
 
 
@@ -65,30 +66,30 @@ def tell_about_comparison(comparison: Comparison, tell: Tell) -> None:
         cells = [cell for cell in comparison.cells if cell.task == task]
         for name, values in _unequal(cells):
             tell(
-                f"UNEQUAL SETTINGS: in {comparison.title}, {task.name}, methods differ in more "
-                f"than the replay: {name} is {values}."
+                f"UNEQUAL SETTINGS: in {comparison.title}, {task.name}, the methods differ not "
+                f"only in their replay: {name} is {values}."
             )
         nmer = comparison.cell(task, "nmer")
         if nmer is not None and not nmer.mean > 0:
             tell(
-                f"No change in percent for {comparison.title}, {task.name}: NMER's mean is "
-                f"{nmer.mean:.1f}, and a share of what is not positive means nothing."
+                f"No Δ NMER for {comparison.title}, {task.name}: NMER's mean is {nmer.mean:.1f}, "
+                "but must be positive."
             )
-    for method, missing in (("uniform", "probability of improvement"), ("nmer", "change")):
+    for method, missing in (("uniform", "P(> uniform)"), ("nmer", "Δ NMER")):
         if method not in comparison.methods:
-            tell(f"No {missing} for {comparison.title}: there is no run of {method}.")
+            tell(f"No {missing} for {comparison.title}: there are no runs of {method}.")
     tasks, scores = pool(comparison)
     if left := [f"{t.name} ({t.frames:,})" for t in comparison.tasks if t not in tasks]:
         tell(
-            f"{comparison.title}: pooled over {len(tasks)} of {len(comparison.tasks)} tasks, those "
-            f"that every method was run on; without {', '.join(left)}."
+            f"{comparison.title}: pooled over {len(tasks)} of {len(comparison.tasks)} tasks, "
+            f"because not every method was run on {', '.join(left)}."
         )
     for method, matrix in scores.items():
         counts = [len(cell.runs) for task in tasks if (cell := comparison.cell(task, method))]
         if max(counts) > len(matrix):
             tell(
-                f"{comparison.title}: {method} has {min(counts)} to {max(counts)} seeds a task; "
-                f"the first {len(matrix)} of each are pooled."
+                f"{comparison.title}: {method} has {min(counts)} to {max(counts)} seeds per task; "
+                f"the first {len(matrix)} of each task are pooled."
             )
 
 

@@ -16,13 +16,17 @@ _ROWS = 10_000  # the service subsamples longer histories; a run has 100 evaluat
 def fetch_runs(project: str, tell: Tell) -> list[RunData]:
     """Returns every run of `ENTITY/PROJECT`; reports each that cannot be used."""
     if project.count("/") != 1 or not all(project.split("/")):
-        raise UsageError(f"--wandb {project}; it is ENTITY/PROJECT, as in the project's address.")
+        raise UsageError(
+            f"--wandb {project} is not a project; give ENTITY/PROJECT, as in the project's URL."
+        )
     try:
         import wandb
     except ImportError:
-        raise UsageError("--wandb needs the package wandb; `pip install wandb`.") from None
+        raise UsageError(
+            "--wandb needs the package wandb, which is not installed; run `pip install wandb`."
+        ) from None
     if not wandb.login(prompt=False, verify=False):
-        raise UsageError("--wandb needs an account: run `wandb login` or set WANDB_API_KEY.")
+        raise UsageError("--wandb needs an API key; run `wandb login` or set WANDB_API_KEY.")
     try:
         listed = list(wandb.Api(timeout=60).runs(project, lazy=False))
     except Exception as error:  # the client passes on any error of its service
@@ -32,7 +36,7 @@ def fetch_runs(project: str, tell: Tell) -> list[RunData]:
         try:
             found.append(_read(run))
         except BadRunError as error:
-            tell(f"{run.url}: left out, {error}.")
+            tell(f"{run.url} is left out: {error}.")
     return found
 
 

@@ -176,10 +176,10 @@ def make_run(source: str, config: Any, rows: Iterable[Mapping[str, Any]]) -> Run
     for name in ("seed", "total_frames", "eval_every", "replay_ratio"):
         value = flat.get(name) or 0
         if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise BadRunError(f"its config has {name}={value}, which is no number")
+            raise BadRunError(f"its config has {name}={value}, which is not a number")
     frames = _column(rows, "frames")
     if not np.isfinite(frames).all():
-        raise BadRunError("its column frames has an entry that is no number")
+        raise BadRunError("its column frames has an entry that is not a number")
     run = RunData(
         source,
         flat,
@@ -187,10 +187,10 @@ def make_run(source: str, config: Any, rows: Iterable[Mapping[str, Any]]) -> Run
         *(_column(rows, name) for name in ("eval/return", "time/seconds", "train/updates")),
     )
     if (np.diff(run.frames) <= 0).any():
-        raise BadRunError("its frames do not increase, as if two runs had written to one file")
+        raise BadRunError("its frames do not always increase; perhaps two runs wrote to the file")
     if not np.isfinite(run.returns).all():
         first = run.frames[~np.isfinite(run.returns)][0]
-        raise BadRunError(f"its eval/return is not finite at {first:,} frames: it has diverged")
+        raise BadRunError(f"its eval/return is not finite at {first:,} frames; it has diverged")
     return run
 
 
@@ -201,7 +201,7 @@ def _column(rows: list[Mapping[str, Any]], name: str) -> NDArray[np.float64]:
         values = [row.get(name) for row in rows]
         return np.array([np.nan if value in absent else float(value) for value in values])  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise BadRunError(f"its column {name} has an entry that is no number") from None
+        raise BadRunError(f"its column {name} has an entry that is not a number") from None
 
 
 def read_directory(directory: Path, tell: Tell) -> RunData:
@@ -220,7 +220,7 @@ def read_directory(directory: Path, tell: Tell) -> RunData:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise BadRunError(f"its metrics.csv cannot be read ({error})") from None
     if lines and not text.endswith("\n"):
-        tell(f"{directory}: the last line of metrics.csv is cut off and left out.")
+        tell(f"{directory}: the last line of metrics.csv is truncated and is left out.")
         lines.pop()
     if any(len(line) != len(header) for line in lines):
         raise BadRunError("its metrics.csv has lines that do not fit its header")
@@ -235,7 +235,7 @@ def find_runs(root: Path, tell: Tell) -> list[RunData]:
     for place, directories, files in os.walk(root):
         directory = Path(place)
         if not directories and not files:
-            tell(f"{directory}: left out, it is empty.")
+            tell(f"{directory} is left out: it is empty.")
         # Skip the copies of a config that Hydra and W&B keep.
         directories[:] = sorted(d for d in directories if d != "wandb" and not d.startswith("."))
         if not {"config.yaml", "metrics.csv"} & set(files):
@@ -243,5 +243,5 @@ def find_runs(root: Path, tell: Tell) -> list[RunData]:
         try:
             runs.append(read_directory(directory, tell))
         except BadRunError as error:
-            tell(f"{directory}: left out, {error}.")
+            tell(f"{directory} is left out: {error}.")
     return runs
