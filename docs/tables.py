@@ -1,10 +1,12 @@
-"""Writes what pages derive from the methods: their table, and their lists in other pages.
+"""Writes what pages derive from other files: the methods' table and names, and benchmark tables.
 
 python docs/tables.py
 """
 
 from __future__ import annotations
 
+import csv
+import math
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -47,13 +49,40 @@ def reference() -> str:
     return "\n\n".join(f"::: nmer_torchrl.methods.{each.__name__}" for each in METHODS.values())
 
 
+def benchmark_table(name: str) -> str:
+    """Returns a CSV of `docs/benchmarks` as the table that the benchmark itself prints."""
+    with (DOCS / "benchmarks" / f"{name}.csv").open() as file:
+        header, *rows = csv.reader(file)
+    lines = [header, ["---"] * len(header), *([_show(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _show(cell: str) -> str:
+    try:
+        return f"{int(cell):,}"
+    except ValueError:
+        pass
+    try:
+        return "" if math.isnan(float(cell)) else f"{float(cell):.3g}"
+    except ValueError:
+        return cell
+
+
 def pages() -> dict[Path, str]:
-    """Returns each page with what is derived between its marks `<!-- methods -->`."""
+    """Returns each page with what is derived between its marks, such as `<!-- methods -->`."""
     found = {}
     for name, text in (("methods.md", methods_table()), ("api/methods.md", reference())):
         path = DOCS / name
         before, _, after = path.read_text().split("<!-- methods -->\n")
         found[path] = f"<!-- methods -->\n{text}\n\n<!-- methods -->\n".join([before, after])
+    benchmarks = DOCS / "benchmarks.md"
+    marked = re.compile(r"<!-- (\w+)\.csv -->\n.*?\n<!-- \1\.csv -->", re.DOTALL)
+    found[benchmarks] = marked.sub(
+        lambda match: (
+            f"<!-- {match[1]}.csv -->\n{benchmark_table(match[1])}\n\n<!-- {match[1]}.csv -->"
+        ),
+        benchmarks.read_text(),
+    )
     recipes = DOCS / "recipes.md"
     names = ", ".join(f"`{name}`" for name in sorted(METHODS))
     row = re.compile(r"^(\| `replay` \| nmer \| ).*?(: \[every method\])", re.MULTILINE)

@@ -222,7 +222,7 @@ def test_the_recipe_has_the_plain_agents_networks(tiny, monkeypatch):
     monkeypatch.setattr(loops.subprocess, "run", lambda command, **_: given.append(command[1:]))
     for name in ("crossq", "droq"):
         with pytest.raises(FileNotFoundError):  # of the metrics
-            loops.time_recipe(name, 20, 40, compiled=False)
+            loops.time_recipe(name, 20, 40, compile=False)
     crossq, droq = given
     assert crossq[0] == str(RECIPES / "crossq.py")
     assert {"hidden=[8, 8]", "critic_hidden=[8, 8]", "batch_size=8"} <= {*crossq}

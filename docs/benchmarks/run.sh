@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python}
 streams=${STREAMS:-runs/streams} # recorded once
-all=(loops train sample upkeep build build2 million query feed recall save)
+all=(loops causes train sample upkeep build build2 million query feed recall save)
 export OMP_NUM_THREADS=1
 
 record() { # a task, frames, and updates per frame, as a stream of that name
@@ -25,8 +25,9 @@ search() { "$python" recipes/benchmarks/search.py "$@"; }
 for part in "${@:-${all[@]}}"; do
     case $part in
     loops) "$python" recipes/benchmarks/loops.py --peers "${PEERS:-$python}" --algorithms td3 sac ;;
+    causes) "$python" recipes/benchmarks/causes.py ;;
     train) graph train --stream "$streams/HalfCheetah-v5.npz" ;;
-    sample) search sample --most 4e7 ;;
+    sample) search sample --most 8e7 ;;
     upkeep) search upkeep ;;
     build) graph build --stream "$streams/HalfCheetah-v5.npz" "$streams/Ant-v5.npz" --rounds 1 ;;
     build2) # with two threads

@@ -132,8 +132,8 @@ def time_peer(loop: str, algorithm: str, ratio: int, updates: int, python: str) 
     return float(done.stdout.split()[-1])
 
 
-def time_recipe(algorithm: str, ratio: int, updates: int, *, compiled: bool) -> float:
-    """Returns the seconds for each update of a recipe, as its own metrics tell."""
+def time_recipe(algorithm: str, ratio: int, updates: int, **settings: Any) -> float:
+    """Returns the seconds for each update of a recipe with these settings, from its metrics."""
     setup, (frames, warm_up) = AGENTS[algorithm], count_frames(updates, ratio)
     with tempfile.TemporaryDirectory() as folder:
         options = {
@@ -148,13 +148,13 @@ def time_recipe(algorithm: str, ratio: int, updates: int, *, compiled: bool) -> 
             "replay_ratio": ratio,
             "actor_l2": 0,
             "grad_clip": "null",
-            "compile": compiled,
             "device": "cpu",
             "batch_size": setup.batch,
             "hidden": list(setup.hidden),
             "critic_hidden": list(setup.hidden),
             "run_dir": f"{folder}/run",
             **setup.options,
+            **settings,
         }
         command = [sys.executable, f"{RECIPES}/{setup.recipe or algorithm}.py"]
         subprocess.run(
@@ -179,7 +179,7 @@ def time_loop(
         return time_plain(algorithm, ratio, updates)
     if loop in PEERS:
         return time_peer(loop, algorithm, ratio, updates, peers)
-    return time_recipe(algorithm, ratio, updates, compiled=loop == "recipe, compiled")
+    return time_recipe(algorithm, ratio, updates, compile=loop == "recipe, compiled")
 
 
 def stay_on_one_core() -> None:
