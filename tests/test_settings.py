@@ -162,6 +162,7 @@ def test_a_number_is_refused_outside_its_range_and_its_type(name):
         ("video", "yes", "video=yes, but it is true or false."),
         ("compile", 1, "compile=1, but it is true, false or auto."),
         ("losses", "mine", "losses=mine, but it is direct or torchrl."),
+        ("precision", "fp16", "precision=fp16, but it is float32 or bf16."),
         ("logger.mode", "on", "logger.mode=on, but it is online, offline, disabled or null."),
         ("run_dir", 5, "run_dir=5, but it is text; put it in quotes: run_dir=\"'5'\"."),
     ],
@@ -321,6 +322,11 @@ def test_words_that_hydra_understands_are_left_to_it(line):
         ("td3", "gama=0.9", "td3.py: There is no setting gama. Did you mean gamma? Known are: "),
         ("td3", "+foo=1", "td3.py: There is no setting foo. Known are: "),
         ("td3", "~lr", "td3.py: The setting lr is missing"),
+        (
+            "sac",
+            "losses=torchrl precision=bf16",
+            "sac.py: losses=torchrl computes in float32, but precision=bf16 was given; leave one",
+        ),
         ("on_manifold", "+env.kwargs.x=1", "on_manifold.py: There is no setting env.kwargs"),
     ],
 )

@@ -270,6 +270,11 @@ def check_run(cfg: DictConfig) -> None:
         raise UsageError(
             "losses=torchrl is not compiled, but compile=true was given; leave one of the two out."
         )
+    if cfg.get("losses") == "torchrl" and cfg.get("precision", "float32") != "float32":
+        raise UsageError(
+            f"losses=torchrl computes in float32, but precision={cfg.precision} was given; leave "
+            "one of the two out."
+        )
     if (
         "collector" in cfg
         and cfg.collector.kind != "local"
