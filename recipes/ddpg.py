@@ -59,8 +59,8 @@ def make_losses(
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]:
     """Returns the critic loss and the actor loss, as functions of weights and batches."""
     gamma, distance = cfg.gamma, DISTANCES[cfg.critic_loss]
-    actor = Functional(agent.actor_network.module)
-    network = Functional(agent.value_network.module)
+    actor = Functional(agent.actor_network.module, cfg.precision)
+    network = Functional(agent.value_network.module, cfg.precision)
 
     def critic(weights: list[Tensor], observation: Tensor, action: Tensor) -> Tensor:
         return network(weights, torch.cat([observation, action], -1))[..., 0]

@@ -85,9 +85,9 @@ def make_losses(cfg: DictConfig, agent: IQLLoss) -> Callable[[Weights, Batch], R
     # Read plain numbers here: `torch.compile` cannot trace the config.
     gamma, expectile, temperature = cfg.gamma, cfg.expectile, cfg.temperature
     distance = DISTANCES[cfg.critic_loss]
-    actor = Functional(agent.actor_network[0].module)
-    critic = Functional(agent.qvalue_network.module)
-    judge = Functional(agent.value_network.module)
+    actor = Functional(agent.actor_network[0].module, cfg.precision)
+    critic = Functional(agent.qvalue_network.module, cfg.precision)
+    judge = Functional(agent.value_network.module, cfg.precision)
 
     def losses(weights: Weights, batch: Batch) -> Results:
         """Returns losses and entropy, and each row's mean absolute TD error over critics."""

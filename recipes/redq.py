@@ -86,8 +86,8 @@ def make_losses(
     # Read plain numbers here: `torch.compile` cannot trace the config.
     gamma, target_entropy = cfg.gamma, float(agent.target_entropy)
     distance, subset = DISTANCES[cfg.critic_loss], cfg.num_target_critics
-    actor = Functional(agent.actor_network[0].module)
-    critic = Functional(agent.qvalue_network.module)
+    actor = Functional(agent.actor_network[0].module, cfg.precision)
+    critic = Functional(agent.qvalue_network.module, cfg.precision)
 
     def critic_loss(
         weights: Weights, batch: Batch, noise: Tensor, ranks: Tensor

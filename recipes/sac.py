@@ -67,8 +67,8 @@ def make_losses(cfg: DictConfig, agent: SACLoss) -> Callable[[Weights, Batch, Te
     # Read plain numbers here: `torch.compile` cannot trace the config.
     gamma, target_entropy = cfg.gamma, float(agent.target_entropy)
     distance = DISTANCES[cfg.critic_loss]
-    actor = Functional(agent.actor_network[0].module)
-    critic = Functional(agent.qvalue_network.module)
+    actor = Functional(agent.actor_network[0].module, cfg.precision)
+    critic = Functional(agent.qvalue_network.module, cfg.precision)
 
     def losses(weights: Weights, batch: Batch, noise: Tensor) -> Results:
         """Returns losses, entropy and its coefficient, and each row's absolute TD error.

@@ -139,8 +139,8 @@ def make_losses(cfg: DictConfig, agent: Ensemble) -> Callable[[Weights, Batch, T
     # Read plain numbers here: `torch.compile` cannot trace the config.
     gamma, members, temperature = cfg.gamma, cfg.members, cfg.backup_temperature
     target_entropy, distance = cfg.target_entropy, DISTANCES[cfg.critic_loss]
-    actor = Functional(agent.actor_network.module)
-    critic = Functional(agent.qvalue_network.module)
+    actor = Functional(agent.actor_network.module, cfg.precision)
+    critic = Functional(agent.qvalue_network.module, cfg.precision)
 
     def act(weights: list[Tensor], observation: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the members' actions `[n, B, actions]` and their log-probabilities `[n, B]`."""

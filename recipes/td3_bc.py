@@ -102,8 +102,8 @@ def make_losses(
     # Read plain numbers here: `torch.compile` cannot trace the config.
     gamma, sigma, limit, alpha = cfg.gamma, cfg.target_noise, cfg.target_noise_clip, cfg.bc_alpha
     distance = DISTANCES[cfg.critic_loss]
-    actor = Functional(agent.actor_network.module)
-    critic = Functional(agent.qvalue_network.module)
+    actor = Functional(agent.actor_network.module, cfg.precision)
+    critic = Functional(agent.qvalue_network.module, cfg.precision)
 
     def critic_loss(weights: Weights, batch: Batch, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the loss, summed over critics, and each row's mean absolute error over critics.

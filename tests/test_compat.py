@@ -187,7 +187,7 @@ HOOKS = {"_empty", "_inv_call"}
 # Every other private name in use outside `_compat.py`. A name that is not used any more has to go.
 PACKAGE = {
     # torch's, the only draws of these distributions that take a generator
-    "functional.py": {"_sample_dirichlet", "_standard_gamma"},
+    "functional.py": {"_standard_gamma"},
     "samplers/prioritized.py": {"_maybe_init_from_storage"},  # overridden to move priorities
 }
 RECIPES = {

@@ -151,3 +151,17 @@ def test_a_run_from_before_a_setting_goes_on_and_keeps_to_what_it_was(tmp_path):
             start("td3", "resume=run", given, cwd=tmp_path)
     start("td3", "resume=run", cwd=tmp_path)
     assert without_times(metrics(tmp_path / "run")) == train("td3", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("recipe", ["td3", "ddpg"])
+def test_a_run_from_before_precision_goes_on_in_float32(recipe, tmp_path):
+    train_and_kill(recipe, tmp_path / "run", "random_frames=20")
+    file = tmp_path / "run" / "config.yaml"
+    cfg = yaml.safe_load(file.read_text())
+    assert cfg.pop("precision") == "float32"
+    file.write_text(yaml.safe_dump(cfg))
+    with pytest.raises(SystemExit, match=r"made with precision=float32 \(bf16 was given\)"):
+        start(recipe, "resume=run", "precision=bf16", cwd=tmp_path)
+    start(recipe, "resume=run", cwd=tmp_path)
+    whole = train(recipe, tmp_path / "whole", "random_frames=20")
+    assert without_times(metrics(tmp_path / "run")) == whole

@@ -536,6 +536,12 @@ SAC = {"algorithm": "sac", "hidden": [256, 256], "critic_hidden": [256, 256], "l
         (SAC | {"critic_hidden": [512]}, "sac-critics-512", "SAC, critics 512"),
         ({"algorithm": "td3", "layer_norm": True}, "td3-layer-norm", "TD3 + layer norm"),
         ({"algorithm": "ddpg"}, "ddpg", "DDPG"),
+        ({"algorithm": "td3", "precision": "bf16"}, "td3-bf16", "TD3 + bf16"),
+        (
+            SAC | {"layer_norm": True, "precision": "bf16", "critic_hidden": [512]},
+            "sac-layer-norm-bf16-critics-512",
+            "SAC + layer norm + bf16, critics 512",
+        ),
         (REDQ, "redq", "REDQ"),
         (REDQ | {"num_critics": 5.0}, "redq-num_critics-5", "REDQ, num_critics=5"),
         (REDQ | {"layer_norm": True}, "redq-layer-norm", "REDQ + layer norm"),
@@ -617,7 +623,26 @@ def test_a_run_of_an_earlier_version_is_a_seed_of_the_same_agent():
     assert len(cell.runs) == 2
 
 
-@pytest.mark.parametrize("kind", [REDQ, DROQ, CROSSQ, SAC | {"layer_norm": True}])
+@pytest.mark.parametrize("kind", [REDQ, SAC, {"algorithm": "td3"}])
+def test_runs_in_bf16_are_not_compared_and_those_from_before_are_in_float32(kind):
+    old, new = make_run(**kind), make_run(seed=1, precision="float32", **kind)
+    other = make_run(seed=1, replay__kind="uniform", precision="bf16", **kind)
+    third = make_run(seed=2, precision="bf16", **kind)
+    made = cells.make_cells([old, new, other, third], fail)  # not a word of mixed configs
+    seeds = {(c.task.agent.key, c.method): [run.seed for run in c.runs] for c in made}
+    key = kind["algorithm"]
+    assert seeds == {
+        (key, "nmer"): [0, 1],
+        (f"{key}-bf16", "nmer"): [2],
+        (f"{key}-bf16", "uniform"): [1],
+    }
+    assert len(cells.compare(made)) == 2
+
+
+NOT_IN_PAPER = [REDQ, DROQ, CROSSQ, SAC | {"layer_norm": True}, SAC | {"precision": "bf16"}]
+
+
+@pytest.mark.parametrize("kind", NOT_IN_PAPER)
 def test_an_agent_that_the_paper_lacks_has_no_figures_of_it(kind):
     runs = constant_runs([100, 200, 300], **kind)
     runs += constant_runs([1, 2, 3], replay__kind="uniform", **kind)

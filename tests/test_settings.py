@@ -166,6 +166,7 @@ def test_a_number_is_refused_outside_its_range_and_its_type(name):
         ("video", "yes", "video=yes is not valid; give true or false."),
         ("compile", 1, "compile=1 is not valid; give true, false or auto."),
         ("losses", "mine", "losses=mine is not valid; give direct or torchrl."),
+        ("precision", "fp16", "precision=fp16 is not valid; give float32 or bf16."),
         (
             "logger.mode",
             "on",
@@ -341,6 +342,11 @@ def test_words_that_hydra_understands_are_left_to_it(line):
         ),
         ("td3", "+foo=1", "td3.py: There is no setting foo. The settings are: "),
         ("td3", "~lr", "td3.py: The setting lr is missing"),
+        (
+            "sac",
+            "losses=torchrl precision=bf16",
+            "sac.py: losses=torchrl does not support precision=bf16; leave one of the two out.",
+        ),
         ("on_manifold", "+env.kwargs.x=1", "on_manifold.py: There is no setting env.kwargs"),
     ],
 )

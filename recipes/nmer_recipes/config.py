@@ -270,6 +270,10 @@ def check_run(cfg: DictConfig) -> None:
         )
     if cfg.get("losses") == "torchrl" and cfg.compile is True:
         raise UsageError("losses=torchrl does not support compile=true; leave one of the two out.")
+    if cfg.get("losses") == "torchrl" and cfg.get("precision", "float32") != "float32":
+        raise UsageError(
+            f"losses=torchrl does not support precision={cfg.precision}; leave one of the two out."
+        )
     if (
         "collector" in cfg
         and cfg.collector.kind != "local"

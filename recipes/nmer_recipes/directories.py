@@ -36,10 +36,12 @@ _CUT_NAME = 120  # bytes that are kept of a longer name
 
 def find_added(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that runs of earlier versions lack, with the values they had."""
-    if config.get("algorithm") not in ("sac", "td3"):  # only these two existed then
-        return {}
+    added = {"precision": "float32"}
+    if config.get("algorithm") not in ("sac", "td3"):  # the others have always had the rest
+        return added
     targets = {"target_interval": 2} if config["algorithm"] == "td3" else {}  # moved with the actor
-    return _ADDED | {"layer_norm": False, "critic_hidden": config.get("hidden")} | targets
+    critics = {"layer_norm": False, "critic_hidden": config.get("hidden")}
+    return added | _ADDED | critics | targets
 
 
 def place_in_sweep(cfg: DictConfig, folder: str, overrides: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -48,6 +48,21 @@ class Standardize(nn.Module):
         return (inputs - self.fixed_mean) * self.fixed_scale
 
 
+def linear_in_bf16(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Returns a linear layer's float32 output for inputs `[..., n]`, computed in bfloat16.
+
+    Autograd casts the output's gradient to bfloat16 too, so its products are also in bfloat16.
+    `torch.compile` fuses the casts.
+    """
+    return linear(inputs.bfloat16(), weight.bfloat16(), bias.bfloat16()).float()
+
+
+LINEAR: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "float32": linear,
+    "bf16": linear_in_bf16,
+}
+
+
 class Functional:
     """Calls a network with given weights: the weight and bias of each layer in turn.
 
@@ -57,10 +72,13 @@ class Functional:
     Args:
         network: Linear layers, layer normalization, batch renormalization, dropout and functions
             without weights, in `nn.Sequential`.
+        precision: `float32`, or `bf16` to compute the matrix products of linear layers in bfloat16,
+            and so those of their gradients. Weights, inputs and outputs of layers stay float32.
     """
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, precision: str = "float32") -> None:
         self.layers = _flatten(network)
+        self.linear = LINEAR[precision]
 
     def __call__(
         self,
@@ -84,7 +102,7 @@ class Functional:
         for layer in self.layers:
             match layer:
                 case nn.Linear():
-                    output = linear(output, next(given), next(given))
+                    output = self.linear(output, next(given), next(given))
                 case nn.LayerNorm():
                     shape = layer.normalized_shape
                     output = layer_norm(output, shape, next(given), next(given), layer.eps)

@@ -137,6 +137,7 @@ RANGES: dict[str, Range] = {
 CHOICES: dict[str, Sequence[bool | str | None]] = {
     "compile": (True, False, "auto"),
     "losses": ("direct", "torchrl"),
+    "precision": ("float32", "bf16"),
     "critic_loss": ("squared", "huber"),
     "layer_norm": (True, False),
     "normalize": (True, False),

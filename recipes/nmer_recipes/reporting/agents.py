@@ -1,4 +1,4 @@
-"""Finds which agent a run trained: the recipe's, or a variant with other critics."""
+"""Finds which agent a run trained: the recipe's, or a variant of it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def find_agent(config: Mapping[str, Any]) -> Agent:
     algorithm = str(config["algorithm"])
     if algorithm == "redq" and config.get("num_critics") == 2 and config.get("dropout"):
         algorithm = "droq"
-    usual = {"layer_norm": False, "critic_hidden": config.get("hidden")}
+    usual = {"layer_norm": False, "precision": "float32", "critic_hidden": config.get("hidden")}
     words = [algorithm]
     name = _NAMES.get(algorithm, algorithm.upper())
     for setting, value in (usual | _CRITICS.get(algorithm, {})).items():
@@ -46,6 +46,9 @@ def find_agent(config: Mapping[str, Any]) -> Agent:
         if setting == "layer_norm":
             words.append("layer-norm" if given else "no-layer-norm")
             name += " + layer norm" if given else " without layer norm"
+        elif setting == "precision":
+            words.append(str(given))
+            name += f" + {given}"
         elif setting == "critic_hidden":
             units = "-".join(map(str, given)) if isinstance(given, list) else str(given)
             words += ["critics", units]
