@@ -315,7 +315,8 @@ def test_every_public_name_is_in_the_reference():
 
 def labels(folder: Path) -> dict[str, list[str]]:
     """What is written in each figure; numbers that were measured among it."""
-    return {path.name: re.findall("<!-- (.*) -->", path.read_text()) for path in folder.iterdir()}
+    paths = folder.glob("*.svg")
+    return {path.name: re.findall("<!-- (.*) -->", path.read_text()) for path in paths}
 
 
 def test_figures_say_what_the_script_draws(tmp_path):

@@ -1,7 +1,8 @@
-"""Writes an mp4 of a policy."""
+"""Writes videos of policies."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,10 @@ from tensordict.nn import TensorDictModuleBase
 from nmer_recipes.envs import make_env
 from nmer_recipes.errors import UsageError
 from nmer_recipes.evaluate import Evaluator
+
+ENDINGS = (".mp4", ".gif")
+_HEIGHT = 240  # of the pictures of a clip, in pixels
+_GIF_RATE, _GIF_COLORS = 20, 64  # at most so many pictures a second, and colors in all of them
 
 
 def check_video(cfg: DictConfig) -> None:
@@ -62,3 +67,68 @@ def write_frames(path: Path, frames: list, env: gymnasium.Env) -> None:
 
     speed = env.metadata.get("render_fps", 30)
     imageio.v2.mimwrite(path, frames, fps=speed, macro_block_size=1)
+
+
+def frame_rate(env: gymnasium.Env) -> float:
+    """Returns the number of steps in a second of the task's own time."""
+    if _is_dm_control(env):
+        return 1 / env.unwrapped.dt  # Shimmy's `render_fps` is the length of a step in milliseconds
+    return env.metadata.get("render_fps", 30)
+
+
+def follow(env: gymnasium.Env) -> None:
+    """Films a dm_control task with its own first camera, which follows a robot that walks.
+
+    The default camera stands still. Those of Gymnasium's tasks follow already.
+    """
+    if _is_dm_control(env):
+        env.unwrapped.render_kwargs = {"camera_id": 0} | env.unwrapped.render_kwargs
+
+
+def _is_dm_control(env: gymnasium.Env) -> bool:
+    return env.spec is not None and env.spec.id.startswith("dm_control/")
+
+
+def add_caption(picture: np.ndarray, text: str) -> np.ndarray:
+    """Returns a picture `[height, width, 3]` in the size of a clip, with text in its corner."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    image = Image.fromarray(picture)
+    width = 2 * round(image.width / image.height * _HEIGHT / 2)  # even, as mp4 needs it
+    image = image.resize((width, _HEIGHT))
+    ImageDraw.Draw(image).text(
+        (8, 5), text, "white", ImageFont.load_default(17), stroke_width=2, stroke_fill="black"
+    )
+    return np.asarray(image)
+
+
+def write_clip(path: Path, films: list[list[np.ndarray]], rate: float) -> None:
+    """Writes films side by side as one mp4 or GIF; a film that ends early keeps its last picture.
+
+    Args:
+        path: The file. Its ending chooses the format.
+        films: The pictures `[height, width, 3]` of each film, from left to right.
+        rate: Number of pictures in a second. A GIF leaves some out if there are too many.
+    """
+    import imageio.v2
+    from PIL import Image
+
+    rows = [
+        np.hstack([film[min(i, len(film) - 1)] for film in films])
+        for i in range(max(map(len, films)))
+    ]
+    if path.suffix.lower() != ".gif":
+        imageio.v2.mimwrite(path, rows, fps=rate, macro_block_size=1)
+        return
+    every = math.ceil(rate / _GIF_RATE)
+    rows = rows[::every]
+    # The same colors in all pictures, undithered: what does not move then takes no space. The
+    # octree keeps colors that are rare, such as those of a thin robot.
+    sample = Image.fromarray(np.vstack([row[::4, ::4] for row in rows]))
+    colors = sample.quantize(_GIF_COLORS, Image.Quantize.FASTOCTREE)
+    images = [
+        Image.fromarray(row).quantize(palette=colors, dither=Image.Dither.NONE) for row in rows
+    ]
+    images[0].save(
+        path, save_all=True, append_images=images[1:], duration=1000 * every / rate, loop=0
+    )
