@@ -14,14 +14,12 @@ from pathlib import Path
 
 import gymnasium
 import numpy as np
-from nmer_recipes.envs import make_env
+from nmer_recipes.envs import frame_rate, make_env
 from nmer_recipes.errors import UsageError
 from nmer_recipes.policy import WHICH, Policy, export_policy, load_policy
 from nmer_recipes.video import (
     ENDINGS,
     add_caption,
-    follow,
-    frame_rate,
     make_filmed,
     write_clip,
     write_frames,
@@ -128,8 +126,6 @@ def play(options: argparse.Namespace) -> None:
         task, episodes = policy.cfg.env, []
         with make_filmed(task) if options.video else make_env(task, rescale=False) as env:
             rate = frame_rate(env)
-            if not options.plain:
-                follow(env)
             for number in tqdm(range(options.episodes), unit="episode", disable=None):
                 seed, limit = options.seed + number, options.seconds * rate
                 episodes.append(play_episode(policy, env, seed, frames, limit))
@@ -142,7 +138,7 @@ def play(options: argparse.Namespace) -> None:
             print()
         print_returns(policy, episodes, options)
     if options.video and options.plain:
-        write_frames(options.video, films[0], env)
+        write_frames(options.video, films[0], rate)
     elif options.video:
         write_clip(options.video, films, rate)
     if options.export:

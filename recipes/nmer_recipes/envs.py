@@ -51,6 +51,13 @@ def make_env(
         return wrappers.RescaleAction(env, np.float32(-1.0), np.float32(1.0))
 
 
+def frame_rate(env: gymnasium.Env) -> float:
+    """Returns the number of steps in a second of the task's own time."""
+    if env.spec is not None and env.spec.id.startswith("dm_control/"):
+        return 1 / env.unwrapped.dt  # Shimmy's `render_fps` is the length of a step in milliseconds
+    return env.metadata.get("render_fps", 30)
+
+
 def _make_task(cfg: DictConfig, render_mode: str | None) -> gymnasium.Env:
     """Builds the task of Gymnasium or TorchRL, with its time limit."""
     options: dict[str, Any] = {}
@@ -70,7 +77,11 @@ def _make_task(cfg: DictConfig, render_mode: str | None) -> gymnasium.Env:
             warnings.simplefilter("ignore")  # v4 is deprecated, but was asked for
             if cfg.id.startswith("dm_control/"):
                 import shimmy  # noqa: F401, registers these tasks
-            return gymnasium.make(cfg.id, disable_env_checker=True, **options)
+            env = gymnasium.make(cfg.id, disable_env_checker=True, **options)
+        if render_mode is not None and cfg.id.startswith("dm_control/"):
+            # The first camera follows a robot that walks; the default camera stands still.
+            env.unwrapped.render_kwargs = {"camera_id": 0} | env.unwrapped.render_kwargs
+        return env
     except (gymnasium.error.Error, ImportError) as error:
         remedy = "Choose a task from recipes/conf/env, or another version with env.version."
         if "version" not in cfg:

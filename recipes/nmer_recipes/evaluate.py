@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrl.envs import ExplorationType, set_exploration_type
 from torchrl.objectives import LossModule
 
-from nmer_recipes.envs import make_env
+from nmer_recipes.envs import frame_rate, make_env
 from nmer_recipes.networks import critics_name
 
 _SEED = 10_000  # every run and every evaluation start from the same seeds
@@ -105,14 +105,14 @@ class Evaluator:
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def record(self, actor: TensorDictModuleBase, cfg: DictConfig) -> tuple[list, gymnasium.Env]:
-        """Returns images of an episode from the first fixed seed, and its environment."""
+    def record(self, actor: TensorDictModuleBase, cfg: DictConfig) -> tuple[list, float]:
+        """Returns images of an episode from the first fixed seed, and their rate per second."""
         env = make_env(cfg, render_mode="rgb_array")
         observer, self.envs = self.envs, [_Camera(env)]
         try:
             with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
                 self.play(actor)
-            return self.envs[0].frames, env
+            return self.envs[0].frames, frame_rate(env)
         finally:
             self.envs = observer
             env.close()

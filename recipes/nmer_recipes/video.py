@@ -61,32 +61,11 @@ def write_video(
         write_frames(directory / "video.mp4", *evaluate.record(actor, cfg.env))
 
 
-def write_frames(path: Path, frames: list, env: gymnasium.Env) -> None:
-    """Writes an environment's images as a video, at the environment's own frame rate."""
+def write_frames(path: Path, frames: list, rate: float) -> None:
+    """Writes images as a video of `rate` images per second."""
     import imageio.v2
 
-    speed = env.metadata.get("render_fps", 30)
-    imageio.v2.mimwrite(path, frames, fps=speed, macro_block_size=1)
-
-
-def frame_rate(env: gymnasium.Env) -> float:
-    """Returns the number of steps in a second of the task's own time."""
-    if _is_dm_control(env):
-        return 1 / env.unwrapped.dt  # Shimmy's `render_fps` is the length of a step in milliseconds
-    return env.metadata.get("render_fps", 30)
-
-
-def follow(env: gymnasium.Env) -> None:
-    """Films a dm_control task with its own first camera, which follows a robot that walks.
-
-    The default camera stands still. Those of Gymnasium's tasks follow already.
-    """
-    if _is_dm_control(env):
-        env.unwrapped.render_kwargs = {"camera_id": 0} | env.unwrapped.render_kwargs
-
-
-def _is_dm_control(env: gymnasium.Env) -> bool:
-    return env.spec is not None and env.spec.id.startswith("dm_control/")
+    imageio.v2.mimwrite(path, frames, fps=rate, macro_block_size=1)
 
 
 def add_caption(picture: np.ndarray, text: str) -> np.ndarray:
