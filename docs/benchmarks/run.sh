@@ -24,7 +24,7 @@ graph() { "$python" recipes/benchmarks/graph.py "$@"; }
 search() { "$python" recipes/benchmarks/search.py "$@"; }
 for part in "${@:-${all[@]}}"; do
     case $part in
-    loops) "$python" recipes/benchmarks/loops.py --peers "${PEERS:-$python}" --algorithms td3 sac ;;
+    loops) "$python" recipes/benchmarks/loops.py --peers "${PEERS:-$python}" --algorithms td3 sac --updates 800 ;;
     causes) "$python" recipes/benchmarks/causes.py ;;
     train) graph train --stream "$streams/HalfCheetah-v5.npz" ;;
     sample) search sample --most 8e7 ;;

@@ -100,10 +100,7 @@ def bench_train(args: argparse.Namespace) -> list[dict[str, Any]]:
     clock starts, and store the rows that follow in the stream. Everything but evaluation counts, as
     in the recipe, whose functions this calls.
     """
-    points = torch.from_numpy(np.load(args.stream[0])["points"])
-    rows = make_rows(len(points), 17, 6).exclude(("next", "truncated"), ("next", "done"))
-    rows["observation"], rows["action"] = points[:, :17].clone(), points[:, 17:].clone()
-    rows["next", "observation"] = points[:, :17].roll(-1, 0)
+    rows = read_rows(args.stream[0])
     loops = {kind: TrainingLoop(kind, rows, args.rows) for kind in ("uniform", "nmer")}
     results = []
     for ratio, frames in ((1, 256), (5, 128), (20, 64)):
@@ -134,6 +131,15 @@ def bench_train(args: argparse.Namespace) -> list[dict[str, Any]]:
             )
             print(results[-1], flush=True)
     return results
+
+
+def read_rows(stream: Path) -> TensorDict:
+    """Returns transitions of HalfCheetah with the points of a stream and random rewards."""
+    points = torch.from_numpy(np.load(stream)["points"])
+    rows = make_rows(len(points), 17, 6).exclude(("next", "truncated"), ("next", "done"))
+    rows["observation"], rows["action"] = points[:, :17].clone(), points[:, 17:].clone()
+    rows["next", "observation"] = points[:, :17].roll(-1, 0)
+    return rows
 
 
 class TrainingLoop:

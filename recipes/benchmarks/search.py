@@ -127,12 +127,13 @@ def bench_sample(args: argparse.Namespace) -> list[dict[str, Any]]:
             buffers["bare"] = TensorDictReplayBuffer(
                 storage=plain, sampler=TablePairs(table), transform=BareFold(), batch_size=BATCH
             )
-            state = {"search": graph.state_dict()}
+            state = graph.state_dict()
             del graph
             for name, storage in storages.items():
                 buffer = make_replay_buffer("nmer", capacity=n, batch_size=BATCH, storage=storage)
                 buffer.sampler.load_state_dict(state)
                 buffer.sample()
+                assert buffer.sampler.unit.search.stats()["lists"] > n - CLUSTER, "not loaded"
                 buffers[name] = buffer
             del state, points
             calls = {name: buffer.sample for name, buffer in buffers.items()}

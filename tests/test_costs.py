@@ -1,0 +1,92 @@
+"""What pages say about cost: each number is read from a table of docs/benchmarks."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def read(name: str) -> pd.DataFrame:
+    return pd.read_csv(ROOT / "docs" / "benchmarks" / f"{name}.csv")
+
+
+def span(values: pd.Series, form: str = ".1f") -> str:
+    low, high = format(values.min(), form), format(values.max(), form)
+    return low if low == high else f"{low} to {high}"
+
+
+def frame_ratios() -> dict[int, str]:
+    """How many times as long a frame takes with NMER, by replay ratio."""
+    train = read("train")
+    nmer = train[train.replay == "nmer"].set_index("replay ratio")
+    assert set(train["rows before"]) == {100_000}
+    return {ratio: f"{value:.2f}" for ratio, value in nmer.ratio.items()}
+
+
+def build_seconds(stream: str, rows: int) -> float:
+    table = read("build")
+    (row,) = table[(table.stream == stream) & (table.rows == rows)].iloc
+    assert row.threads == 1
+    return row["lists s"]
+
+
+def on_frames(page: str) -> str:
+    ratios = frame_ratios()
+    words = f"takes {ratios[20]} times as long as with uniform replay at replay ratio 20"
+    return words if page == "choose.md" else f"{words}, {ratios[5]} at 5 and {ratios[1]} at 1"
+
+
+def on_samples() -> str:
+    table = read("sample")
+    assert table.rows.min() == 10_000
+    return (
+        f"one sample takes {span(table.ratio)} times as long as TorchRL's uniform sample "
+        f"({span(table['ratio, plain storage'])} times with a plain `LazyTensorStorage`)"
+    )
+
+
+def on_peers() -> str:
+    table = read("loops")
+    assert list(table.algorithm) == ["TD3", "TD3", "SAC", "SAC"]
+    sbx, plain = (table[f"recipe, compiled / {other}"] for other in ("SBX", "plain"))
+    assert sbx.max() <= 1.0
+    assert plain.max() <= 1.0
+    return f"{span(sbx, '.2f')} times as long as SBX"
+
+
+def on_lists() -> str:
+    seconds = build_seconds("HalfCheetah-v5", 200_000)
+    return f"200,000 rows that are loaded at once takes {seconds:.0f} s"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/method.md", "docs/benchmarks.md"])
+def test_costs_are_those_of_the_tables(page):
+    text = " ".join((ROOT / page).read_text().split())
+    for sentence in (on_frames(page), on_samples()):
+        assert sentence in text, sentence
+    if page != "docs/method.md":
+        assert on_peers() in text, on_peers()
+        assert on_lists() in text, on_lists()
+
+
+def test_the_page_names_what_other_loops_take():
+    text = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
+    table = read("loops")
+    for other, name in (("plain", "as the plain loop"), ("SB3", "as Stable-Baselines3")):
+        words = f"{span(table[f'recipe, compiled / {other}'], '.2f')} times as long {name}"
+        assert words in text, words
+
+
+def test_building_lists_is_compared_with_faiss():
+    text = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
+    table = read("build")
+    narrow, wide = table[table.d == 23], table[table.d > 100]
+    assert f"{span(narrow['lists / faiss'], '.2f')} times as long as FAISS's" in text
+    assert f"{span(wide['lists / product'], '.1f')} times as long as the product" in text
+
+
+def test_the_page_on_offline_data_has_the_same_time():
+    text = " ".join((ROOT / "docs" / "howto" / "offline.md").read_text().split())
+    assert on_lists() in text, on_lists()
