@@ -90,3 +90,8 @@ def test_building_lists_is_compared_with_faiss():
 def test_the_page_on_offline_data_has_the_same_time():
     text = " ".join((ROOT / "docs" / "howto" / "offline.md").read_text().split())
     assert on_lists() in text, on_lists()
+
+
+def test_the_cost_of_denormal_numbers_is_that_of_the_table():
+    text = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
+    assert f"takes {read('denormals').ratio.iloc[-1]:.1f} times as long with them" in text

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from update_helpers import ACTIONS, CPU, OBSERVATIONS, ROWS, make_agent, make_blocks
 
-from nmer_recipes import compiling, networks, optim  # isort: skip
+from nmer_recipes import compiling, networks, optim, training  # isort: skip
 from nmer_recipes.blocks import Batch, as_block  # isort: skip
 from nmer_recipes.compiling import Captured  # isort: skip
 
@@ -387,3 +387,20 @@ def test_a_saved_optimizer_goes_on_number_for_number():
         update(blocks[1], 2)
         states.append(state_of(agent, optimizers))
     torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+def test_training_flushes_denormal_numbers_and_nothing_else_does(monkeypatch):
+    def keeps_denormals():
+        return bool(torch.full((8,), 1e-39).mul(1.0).any())
+
+    def look(_):
+        seen.append(keeps_denormals())
+        raise InterruptedError
+
+    seen = []
+    monkeypatch.setattr(training, "check_task", look)
+    cfg = make_config("td3", "logger=none")
+    with pytest.raises(InterruptedError):
+        training.train(cfg, make_agent=None, make_update=None)
+    assert seen == [False]
+    assert keeps_denormals()

@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python}
 streams=${STREAMS:-runs/streams} # recorded once
-all=(loops causes train sample upkeep build build2 million query feed recall save)
+all=(loops causes denormals train sample upkeep build build2 million query feed recall save)
 export OMP_NUM_THREADS=1
 
 record() { # a task, frames, and updates per frame, as a stream of that name
@@ -26,6 +26,7 @@ for part in "${@:-${all[@]}}"; do
     case $part in
     loops) "$python" recipes/benchmarks/loops.py --peers "${PEERS:-$python}" --algorithms td3 sac --updates 800 ;;
     causes) "$python" recipes/benchmarks/causes.py ;;
+    denormals) graph denormals --stream "$streams/HalfCheetah-v5.npz" ;;
     train) graph train --stream "$streams/HalfCheetah-v5.npz" ;;
     sample) search sample --most 8e7 ;;
     upkeep) search upkeep ;;

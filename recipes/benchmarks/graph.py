@@ -2,6 +2,7 @@
 
     python recipes/benchmarks/graph.py feed --stream stream.npz     # a whole stream, one by one
     python recipes/benchmarks/graph.py train --stream stream.npz    # TD3 beside uniform replay
+    python recipes/benchmarks/graph.py denormals --stream s.npz     # what tiny numbers cost TD3
     python recipes/benchmarks/graph.py recall --stream a.npz b.npz  # all along the streams
     python recipes/benchmarks/graph.py build --stream a.npz b.npz   # all lists, beside FAISS
     python recipes/benchmarks/graph.py save --stream stream.npz     # saved lists, beside new ones
@@ -35,6 +36,7 @@ from nmer_recipes.blocks import as_block
 from nmer_recipes.collect import make_collector
 from nmer_recipes.config import register_resolvers
 from nmer_recipes.envs import make_env
+from nmer_recipes.optim import no_denormals
 from nmer_recipes.replay import Source, draw, make_buffer, store
 from nmer_recipes.runs import Clock
 from nmer_recipes.seeding import seeds
@@ -140,6 +142,25 @@ def read_rows(stream: Path) -> TensorDict:
     rows["observation"], rows["action"] = points[:, :17].clone(), points[:, 17:].clone()
     rows["next", "observation"] = points[:, :17].roll(-1, 0)
     return rows
+
+
+def bench_denormals(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Times TD3's compiled update along two trainings, of which one has no denormal numbers."""
+    rows, results = read_rows(args.stream[0]), []
+    loops = {flush: TrainingLoop("uniform", rows, args.rows) for flush in (False, True)}
+    for updates in (1_000, 3_000, 6_000, 12_000):
+        times = {}
+        for flush, loop in loops.items():
+            torch.set_flush_denormal(flush)
+            loop.run((updates - loop.updates) // 20, 20)
+            loop.clock = Clock()
+            loop.run(25, 20)
+            times[flush] = loop.clock.seconds["update"] / 500
+        row = {"updates before": updates, "ms": 1e3 * times[False]}
+        row |= {"ms without denormals": 1e3 * times[True], "ratio": times[False] / times[True]}
+        results.append(row)
+        print(row, flush=True)
+    return results
 
 
 class TrainingLoop:
@@ -295,7 +316,8 @@ def main() -> None:
     """Runs one benchmark."""
     benches = {
         "feed": bench_feed,
-        "train": bench_train,
+        "train": no_denormals()(bench_train),  # as the recipe does
+        "denormals": bench_denormals,
         "recall": bench_recall,
         "build": bench_build,
         "save": bench_save,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,20 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from nmer_recipes.networks import Weights
+
+
+@contextmanager
+def no_denormals() -> Iterator[None]:
+    """Treats numbers below 1e-38 as zero; use it around training on a CPU.
+
+    Where gradients stay zero, as for ReLU units that are never active, Adam's moments decay to
+    such numbers. Most processors take many times as long to compute with them.
+    """
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def differentiate(

@@ -21,7 +21,7 @@ from nmer_recipes.envs import check_task, make_env
 from nmer_recipes.errors import UsageError
 from nmer_recipes.evaluate import Evaluator
 from nmer_recipes.memory import check_memory
-from nmer_recipes.optim import Adam
+from nmer_recipes.optim import Adam, no_denormals
 from nmer_recipes.policy import save_policy
 from nmer_recipes.replay import describe, draw, store
 from nmer_recipes.runs import Run
@@ -37,6 +37,7 @@ Agent: TypeAlias = tuple[TensorDictModuleBase, TensorDictModuleBase, LossModule]
 Update: TypeAlias = tuple[Callable[[Batch, int], Results], dict[str, Adam]]
 
 
+@no_denormals()
 def train(
     cfg: DictConfig,
     *,
