@@ -160,7 +160,7 @@ def test_a_run_from_before_precision_goes_on_in_float32(recipe, tmp_path):
     cfg = yaml.safe_load(file.read_text())
     assert cfg.pop("precision") == "float32"
     file.write_text(yaml.safe_dump(cfg))
-    with pytest.raises(SystemExit, match=r"made with precision=float32 \(bf16 was given\)"):
+    with pytest.raises(SystemExit, match=r"another config: precision=float32 \(bf16 was given\)"):
         start(recipe, "resume=run", "precision=bf16", cwd=tmp_path)
     start(recipe, "resume=run", cwd=tmp_path)
     whole = train(recipe, tmp_path / "whole", "random_frames=20")

@@ -353,7 +353,7 @@ def test_rows_of_several_dimensions_are_refused(case):
 
 
 def test_what_is_no_key_is_refused(case):
-    with pytest.raises(ValueError, match=r"is empty|No entry"):
+    with pytest.raises(ValueError, match=r"is empty|None of the keys \(\) is an observation"):
         case.make(**{case.mixes: []})
     for keys in ([3], [["next", 1]], [("a", 1)]):
         with pytest.raises(TypeError, match="not a key"):

@@ -53,5 +53,5 @@ done
     date -u +%F
     grep -m 1 'model name' /proc/cpuinfo | sed 's/.*: //'
     "$python" -c 'import torch, torchrl; print(f"torch {torch.__version__}, torchrl {torchrl.__version__}")'
-    git rev-parse --short HEAD
+    git rev-parse --short HEAD 2>/dev/null || echo 'not a clone'
 } >docs/benchmarks/machine.txt

@@ -154,7 +154,7 @@ def test_results_from_the_network_are_numbers_or_left_out(payload):
     code = f"__import__('os').mkdir({str(payload.marker)!r})"
     cfg = OmegaConf.to_container(make_config("td3"), resolve=True)
     for value in (code, payload, [1.0], {"value": 1.0}):
-        with pytest.raises(BadRunError, match="no number"):
+        with pytest.raises(BadRunError, match="not a number"):
             make_run("run", cfg, [{"frames": 1, "eval/return": value}])
 
 
