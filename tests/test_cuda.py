@@ -164,7 +164,7 @@ def test_neighbors_on_cuda_are_those_of_the_definition(search, cuda):
 
 # -- counts ----------------------------------------------------------------------------------------
 
-# Eleven of them draw the Beta weights.
+# Twelve of them draw the Beta weights.
 OPERATIONS = {"uniform": 8, "graph": 34, "keops": 41, "torch": 60}
 READS = {  # of a sample, an add, an extend, and of a row that a recipe stores
     "uniform": (0, 0, 1, 0),
