@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes every table of docs/benchmarks.md, one after another. Run it on a machine with nothing else running; it takes
-# about an hour and a half of two cores. docs/benchmarks/machine.txt then says when and where it ran.
+# Makes every table of docs/benchmarks.md, one after another. Run it on a machine with nothing else running. It takes
+# hours. docs/benchmarks/machine.txt then says when and where it ran.
 #   python -m venv peers && peers/bin/pip install sbx-rl "gymnasium[mujoco]"
 #   PEERS=peers/bin/python bash docs/benchmarks/run.sh          # all of it
 #   bash docs/benchmarks/run.sh sample train                    # some of it

@@ -119,7 +119,7 @@ def make_buffer(method: str, n: int, observations: int, actions: int, device: to
         statistics = RunningStandardizer(d)
         statistics.update(points)
         graph = clustered_graph(points, statistics.scale, n)
-        buffer.sampler.load_state_dict(graph.state_dict())
+        buffer.sampler.load_state_dict(graph.state_dict())  # the lists, read at the first draw
     return buffer, rows[:_MOST].clone()
 
 
