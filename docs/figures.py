@@ -66,7 +66,7 @@ def make_buffer(kind: str, rows: TensorDict, *, batch_size: int, **options: int)
 
 
 def draw_pairing() -> Figure:
-    """One anchor among stored rows, its neighbours, and the buffer's draws from it."""
+    """One anchor among stored rows, its neighbors, and the buffer's draws from it."""
     generator = torch.Generator().manual_seed(1)
     time = torch.rand(120, 1, generator=generator) * 2 * math.pi
     noise = 0.25 * torch.randn(2, 120, 1, generator=generator)
@@ -85,7 +85,7 @@ def draw_pairing() -> Figure:
     whole, near = figure.subplots(1, 2)
     for axes, size in ((whole, 1), (near, 2.5)):
         axes.scatter(*points.T, s=16 * size, color=GREY, lw=0, label="stored")
-        axes.scatter(*points[neighbors].T, s=24 * size, color=BLUE, lw=0, label="its 5 neighbours")
+        axes.scatter(*points[neighbors].T, s=24 * size, color=BLUE, lw=0, label="its 5 neighbors")
         axes.scatter(*drawn.T, s=8 * size, color=GREEN, lw=0, zorder=3, label="trained on")
         axes.scatter(
             *points[anchor], s=60 * size, color=RED, lw=0, marker="*", zorder=4, label="anchor"
@@ -109,7 +109,7 @@ def following(state: Tensor) -> Tensor:
 
 
 def draw_manifold() -> Figure:
-    """Mixes of any two rows and of neighbours, beside the curve that they should lie on."""
+    """Mixes of any two rows and of neighbors, beside the curve that they should lie on."""
     generator = torch.Generator().manual_seed(0)
     state = torch.rand(ROWS, 1, generator=generator) * 6 - 3
     rows = make_rows(state, torch.zeros_like(state), following(state))
@@ -117,7 +117,7 @@ def draw_manifold() -> Figure:
     line = torch.linspace(-3, 3, 300)
     figure = Figure(figsize=(7.6, 3.5), layout="constrained")
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
-    kinds = {"mixup": "any two rows", "nmer": "neighbours, K = 10"}
+    kinds = {"mixup": "any two rows", "nmer": "neighbors, K = 10"}
     for axes, (kind, title), color in zip(panels, kinds.items(), (ORANGE, GREEN), strict=True):
         batch = make_buffer(kind, rows, batch_size=2_000).sample()
         mixed, outcome = batch["observation"], batch["next", "observation"]

@@ -1,4 +1,4 @@
-"""Data to store, and the definition of a neighbour in slow float64."""
+"""Data to store, and the definition of a neighbor in slow float64."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def oracle_distances(points: Tensor, index: Tensor, k: int, scale: Tensor | None
 def distances_to(
     points: Tensor, index: Tensor, neighbors: Tensor, scale: Tensor | None = None
 ) -> Tensor:
-    """Distances `[q, k]` of the given neighbours; infinity for -1."""
+    """Distances `[q, k]` of the given neighbors; infinity for -1."""
     scale = oracle_scale(points.double()) if scale is None else scale
     difference = (points.double()[neighbors] - points.double()[index].unsqueeze(1)) * scale
     return difference.square().sum(-1).sqrt().masked_fill(neighbors < 0, torch.inf)
@@ -67,7 +67,7 @@ def distances_to(
 def assert_neighbors(
     points: Tensor, index: Tensor, neighbors: Tensor, scale=None, *, rtol: float = 1e-5
 ) -> None:
-    """Neighbours are as near as the definition's, distinct, not the position itself, in order."""
+    """Neighbors are as near as the definition's, distinct, not the position itself, in order."""
     expected = oracle_distances(points, index, neighbors.shape[1], scale)
     actual = distances_to(points, index, neighbors, scale)
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol * 1e-4)

@@ -9,7 +9,7 @@ import torch
 
 
 def slow_prediction(process, points, outputs, query):
-    """The equations for one neighbourhood, float64."""
+    """The equations for one neighborhood, float64."""
     n = len(points)
     apart = [[(x - y).norm() for y in points] for x in points]
     length = process.lengthscale * sum(sum(row) for row in apart) / (n * (n - 1))

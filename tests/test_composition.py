@@ -428,7 +428,7 @@ def pair_buffer(rows: TensorDict | None = None, *more, sampler=None) -> ReplayBu
 def assert_mixed_with_a_neighbor(
     batch: TensorDict, buffer: ReplayBuffer, *, k: int, first: int = 0
 ) -> None:
-    """As `assert_mixed`, where the partner must be found among the k neighbours of the anchor."""
+    """As `assert_mixed`, where the partner must be found among the k neighbors of the anchor."""
     stored = buffer.storage[:]
     anchor = batch["identity"] - first
     assert torch.equal(stored["identity"][anchor], batch["identity"])

@@ -26,7 +26,7 @@ STREAMS = Path(__file__).parent / "data"
 
 
 def recall(points, index, neighbors, scale=None) -> float:
-    """Share of the answers that are as near as the definition's k-th neighbour."""
+    """Share of the answers that are as near as the definition's k-th neighbor."""
     k = neighbors.shape[1]
     limit = oracle_distances(points, index, k, scale)[:, -1:]
     # Lists are in order of float32 distances, which tie where float64 does not.
@@ -35,13 +35,13 @@ def recall(points, index, neighbors, scale=None) -> float:
 
 
 def walk(n: int, d: int = 6, seed: int = 0) -> torch.Tensor:
-    """Points of a slow random walk: neighbours in time are neighbours in space."""
+    """Points of a slow random walk: neighbors in time are neighbors in space."""
     steps = torch.randn((n, d), generator=torch.Generator().manual_seed(seed))
     return steps.cumsum(0) * 0.05 + 0.3 * steps
 
 
 class Writes(RuleBasedStateMachine):
-    """Any sequence of writes to a buffer, each followed by a look at all its neighbours."""
+    """Any sequence of writes to a buffer, each followed by a look at all its neighbors."""
 
     exact = True
     capacity = 300
@@ -245,7 +245,7 @@ def test_a_point_that_finds_no_room_is_not_taken_to_be_farther_than_it_is(overwr
     graph.write(torch.arange(400, 600), points[400:])
     graph.query(torch.tensor([399]), 1, after)
     assert graph._lists.positions[0].tolist() == [1, 2, 3, 4, 5, 6, 7, 400]
-    if overwritten:  # what is nearer goes away, so that the first neighbour is the one in question
+    if overwritten:  # what is nearer goes away, so that the first neighbor is the one in question
         points[1:8, 1] = -3_000.0
         graph.write(torch.arange(1, 8), points[1:8])
     index = torch.tensor([0])

@@ -169,7 +169,7 @@ def correlated(n, seed=0, spread=1.0):
 
 
 def assert_nearest(buffer, distances, k=4, recall=1.0):
-    """Each of the stored has the distances of the definition to the neighbours that are found."""
+    """Each of the stored has the distances of the definition to the neighbors that are found."""
     points = stored_points(buffer.storage)
     n = len(points)
     expected = distances(points).fill_diagonal_(torch.inf)

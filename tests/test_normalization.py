@@ -1,4 +1,4 @@
-"""Normalized observations, on the environment and on the buffer: what neighbours then mean."""
+"""Normalized observations, on the environment and on the buffer: what neighbors then mean."""
 
 import pytest
 import torch

@@ -134,7 +134,7 @@ def test_the_second_run_reads_no_source_and_draws_what_the_first_would(log, tmp_
         learn("iql", tmp_path / "fourth", log, "replay=nmer")
 
 
-def test_neighbours_are_looked_up_before_the_first_draw(log, tmp_path):
+def test_neighbors_are_looked_up_before_the_first_draw(log, tmp_path):
     options = ["env=InvertedPendulum", f"data.source={log}", f"data.cache={tmp_path}"]
     cfg = make_config("td3_bc", *options, "device=cpu")
     buffer = data.load_buffer(cfg, make_env(cfg.env), seed=0)
@@ -285,7 +285,7 @@ def test_a_killed_run_with_fixed_data_beside_goes_on_number_for_number(method, l
     assert whole != train("sac", tmp_path / "alone", *SHARED[1:], f"replay={method}")
 
 
-def test_rows_of_both_are_neighbours_in_one_buffer(log, tmp_path):
+def test_rows_of_both_are_neighbors_in_one_buffer(log, tmp_path):
     given = [f"data.source={log}", f"data.cache={tmp_path / 'cache'}", "data.across=true"]
     options = [*SHARED, *given]
     whole = train("sac", tmp_path / "whole", *options)

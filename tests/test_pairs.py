@@ -65,7 +65,7 @@ def episode(n: int = N, seed: int = 0) -> TensorDict:
 
 
 def near(unit, storage, anchor, partner, newest) -> None:
-    """Partners are among the nearest neighbours."""
+    """Partners are among the nearest neighbors."""
     found = unit.neighbors(storage, anchor)
     assert_neighbors(stored_points(storage), anchor, found)
     assert (partner.unsqueeze(2) == found.unsqueeze(1)).any(2).all()

@@ -53,7 +53,7 @@ def assert_near(actual: Tensor, expected: Tensor, size: Tensor, share: float = 1
 
 
 def nearest_first(stored: Stored, index: Tensor, neighbors: Tensor) -> float:
-    """The share of `[q, k]` neighbours that are as near as the definition's k-th."""
+    """The share of `[q, k]` neighbors that are as near as the definition's k-th."""
     k = neighbors.shape[1]
     limit = oracle_distances(stored.points, index, k, stored.scale)[:, -1:]
     found = distances_to(stored.points, index, neighbors, stored.scale) <= limit * (1 + 1e-6) + TIE

@@ -1,7 +1,7 @@
 """Any sequence of what one can do to a buffer leaves it right, whatever its kind and search.
 
 Beside the buffer goes a plain ring of the rows that it ought to hold. After each step the storage
-equals that ring, neighbours and statistics are those of a float64 brute force over it, and every
+equals that ring, neighbors and statistics are those of a float64 brute force over it, and every
 row of a batch is what the definition of its kind makes of it.
 """
 
@@ -343,7 +343,7 @@ def case(name, *, examples, **attributes):
 for _kind in METHODS:
     globals()[f"Test_{_kind}"] = case(_kind, kind=_kind, examples=8 if _kind in NEAR else 5)
 
-# KeOps compiles a formula for each number of neighbours and dimensions: these share one.
+# KeOps compiles a formula for each number of neighbors and dimensions: these share one.
 for _kind in [kind for kind in NEAR if "k" in option_names(METHODS[kind])]:
     _case = case(f"{_kind}_by_keops", kind=_kind, searches=("keops",), k=10, examples=2)
     globals()[f"Test_{_kind}_by_keops"] = pytest.mark.xdist_group("keops")(_case)
