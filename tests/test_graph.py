@@ -254,9 +254,9 @@ def test_a_point_that_finds_no_room_is_not_taken_to_be_farther_than_it_is(overwr
     assert_neighbors(points, index, neighbors, after, rtol=1e-9)
 
 
-def assert_certificates(graph: NeighborGraph) -> None:
-    """No point outside of a list is nearer than its reach, under the working scale."""
-    points, index = graph.table.rows()[0].double(), graph._lists.listed.nonzero().squeeze(1)
+def assert_certificates(graph: NeighborGraph, step: int = 1) -> None:
+    """No point outside of a list (every `step`-th is looked at) is nearer than its reach."""
+    points, index = graph.table.rows()[0].double(), graph._lists.listed.nonzero().squeeze(1)[::step]
     scaled = points * graph._scaled.scale
     mode = "donot_use_mm_for_euclid_dist"
     distances = torch.cdist(scaled[index], scaled, compute_mode=mode).square()
@@ -550,7 +550,8 @@ def test_positions_emptied_meanwhile_bound_no_list():
     graph.write(torch.arange(1_000, 2_990), points[1_000:2_990])
     graph.write(torch.arange(3_000, 6_000), points[3_000:])
     index = torch.cat([torch.arange(1_000), torch.arange(2_990, 6_000)])
-    assert recall(points, index, graph.query(index, 10, scale), scale) == 1.0
+    found = graph.query(index, 10, scale)
+    assert recall(points, index[::4], found[::4], scale) == 1.0
 
 
 def test_more_than_lists_are_kept_right_for_is_answered_by_brute_force():
@@ -652,9 +653,22 @@ def test_lists_of_a_table_filled_at_once_equal_brute_force():
     assert graph.stats()["built"] == 5_999
     assert (found[17] == -1).all()
     assert not (found == index.unsqueeze(1)).any()
-    there = index != 17
-    assert recall(points, index[there], found[there], scale) == 1
-    assert_certificates(graph)
+    asked = torch.cat([index[::7], index[4_000:4_050], index[5_000:5_001]])  # 17 is not among them
+    assert recall(points, asked, found[asked], scale) == 1
+    assert_certificates(graph, step=5)
+
+
+def test_an_outlier_does_not_loosen_the_bounds_of_other_rows():
+    points = walk(2_000, 8)
+    points[1_000] *= 1_000
+    graph, scale = NeighborGraph(k=5), torch.ones(8, dtype=torch.float64)
+    graph.write(torch.arange(2_000), points)
+    graph.query(torch.arange(10), 5, scale)
+    rows = torch.arange(0, 2_000, 37)
+    bound = graph._scaled.bound(rows, 17).double()
+    true = oracle_distances(points, rows, 16, scale)[:, -1].square()  # the row itself is the 17th
+    assert (bound >= true).all()
+    assert (bound <= 3 * true + 0.01).all()
 
 
 def test_groups_of_near_rows_hold_every_row_once():

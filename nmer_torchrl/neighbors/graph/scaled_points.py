@@ -176,9 +176,13 @@ class ScaledPoints:
         for block in rows.split(_ROWS):
             minima = (right @ self._left(block)).view(-1, groups, len(block)).amin(0)
             lower.append(minima.T.topk(count, largest=False).values[:, -1])
-        own = self.centered(rows).norm(dim=-1)
-        rounding = (own + self.offset) * own + self.largest
-        return torch.cat(lower) + 2.0 * (1.0 - self.kept_of_norms()) * rounding
+        own, error = self.centered(rows).norm(dim=-1), 2.0 * (1.0 - self.kept_of_norms())
+        least, rounding = torch.cat(lower), (own + self.offset) * own
+        bound = least + error * (rounding + self.largest)
+        if error < 0.25:  # the other point's squared norm is at most 2 * own**2 + 2 * distance,
+            closer = (least + error * (rounding + 2.0 * own * own)) / (1.0 - 2.0 * error)
+            bound = torch.minimum(bound, closer)  # which is tighter beside a remote point
+        return bound
 
     def _left(self, rows: Tensor, offset: Tensor | float = 0.0) -> Tensor:
         """Returns `[d + 2, m]`, whose product with the other side is a lower bound less offset."""
