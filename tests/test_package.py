@@ -3,11 +3,14 @@
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from torchrl.envs.transforms import Transform
@@ -37,6 +40,15 @@ print(sorted(heavy & (set(sys.modules) - before)), sorted(heavy & set(sys.module
 
 def test_version_is_that_of_the_installation():
     assert nmer_torchrl.__version__ == metadata.version("nmer-torchrl")
+
+
+def test_badges_say_what_the_package_declares():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = [need for need in project["dependencies"] if need.startswith(("torch>", "torchrl>"))]
+    declared = {"license-" + project["license"], "python-" + project["requires-python"]}
+    declared |= {need.replace(">=", "->=", 1) for need in needs}
+    badges = re.findall(r"img\.shields\.io/badge/(\S+)-blue", (ROOT / "README.md").read_text())
+    assert {unquote(badge) for badge in badges} == declared
 
 
 def test_configs_without_hydra_say_what_to_install():
