@@ -15,6 +15,7 @@ from recipe_helpers import ALGORITHMS, RECIPES, make_config, train
 
 from nmer_recipes import checkpoint, collect, compiling, config, envs, evaluate, seeding  # isort: skip
 from nmer_recipes.policy import Policy, find_entries, load_recipe  # isort: skip
+from nmer_recipes.provenance import describe_source  # isort: skip
 from nmer_recipes.replay import Source, describe, draw, make_buffer  # isort: skip
 from nmer_recipes.runs import Clock, Run  # isort: skip
 
@@ -499,3 +500,10 @@ def test_overrides_of_a_script_go_where_hydra_takes_them(line):
     assert parsed.overrides == ["replay=uniform", *given]
     assert (parsed.cfg == "job") == ("--cfg" in line)
     assert bool(parsed.multirun) == ("-m" in line.split())
+
+
+def test_the_source_of_a_run_names_preloaded_libraries_without_their_place(monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "/home/user/libmkl_amd.so:libother.so")
+    assert describe_source()["preload"] == ["libmkl_amd.so", "libother.so"]
+    monkeypatch.delenv("LD_PRELOAD")
+    assert describe_source()["preload"] == []

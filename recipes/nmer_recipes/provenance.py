@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import subprocess
@@ -12,7 +13,10 @@ import nmer_torchrl
 
 
 def describe_source() -> dict[str, Any]:
-    """Returns version, commit (None outside a clone), whether the tree is clean, and machine."""
+    """Returns version, commit (None outside a clone), whether the tree is clean, and machine.
+
+    `preload` names libraries in `LD_PRELOAD`, which may change how matrix products are rounded.
+    """
     commit = _git("rev-parse", "HEAD")
     return {
         "version": nmer_torchrl.__version__,
@@ -21,6 +25,9 @@ def describe_source() -> dict[str, Any]:
         "processor": _processor(),
         "platform": platform.platform(),
         "python": platform.python_version(),
+        "preload": [
+            Path(name).name for name in re.split("[ :]+", os.environ.get("LD_PRELOAD", "")) if name
+        ],
     }
 
 
