@@ -13,9 +13,9 @@ from hydra._internal.utils import get_args_parser
 from hydra.errors import MissingConfigException
 from recipe_helpers import ALGORITHMS, RECIPES, make_config, train
 
-from nmer_recipes import checkpoint, collect, compiling, config, envs, evaluate, seeding  # isort: skip
+from nmer_recipes import checkpoint, collect, compiling, config, envs, evaluate  # isort: skip
+from nmer_recipes import provenance, seeding  # isort: skip
 from nmer_recipes.policy import Policy, find_entries, load_recipe  # isort: skip
-from nmer_recipes.provenance import describe_source  # isort: skip
 from nmer_recipes.replay import Source, describe, draw, make_buffer  # isort: skip
 from nmer_recipes.runs import Clock, Run  # isort: skip
 
@@ -502,8 +502,26 @@ def test_overrides_of_a_script_go_where_hydra_takes_them(line):
     assert bool(parsed.multirun) == ("-m" in line.split())
 
 
+@pytest.mark.parametrize(
+    ("processor", "preloaded", "misses"),
+    [
+        ("vendor_id : AuthenticAMD\nflags : avx2 avx512f", False, True),
+        ("vendor_id : AuthenticAMD\nflags : avx2 avx512f", True, False),
+        ("vendor_id : AuthenticAMD\nflags : avx2", False, False),
+        ("vendor_id : GenuineIntel\nflags : avx2 avx512f", False, False),
+        ("", False, False),
+    ],
+)
+def test_mkl_ignores_avx512_on_amd_processors_unless_told_otherwise(
+    processor, preloaded, misses, monkeypatch
+):
+    monkeypatch.setattr(provenance, "_cpuinfo", lambda: processor)
+    monkeypatch.setattr(provenance, "_has_symbol", lambda name: preloaded)
+    assert provenance.misses_avx512() == (misses and torch.backends.mkl.is_available())
+
+
 def test_the_source_of_a_run_names_preloaded_libraries_without_their_place(monkeypatch):
     monkeypatch.setenv("LD_PRELOAD", "/home/user/libmkl_amd.so:libother.so")
-    assert describe_source()["preload"] == ["libmkl_amd.so", "libother.so"]
+    assert provenance.describe_source()["preload"] == ["libmkl_amd.so", "libother.so"]
     monkeypatch.delenv("LD_PRELOAD")
-    assert describe_source()["preload"] == []
+    assert provenance.describe_source()["preload"] == []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
 import subprocess
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import nmer_torchrl
 
@@ -31,6 +34,20 @@ def describe_source() -> dict[str, Any]:
     }
 
 
+def misses_avx512() -> bool:
+    """Returns whether MKL, which PyTorch multiplies matrices with, ignores this CPU's AVX-512.
+
+    It does so on AMD processors unless a preloaded library tells it otherwise.
+    """
+    amd = "AuthenticAMD" in _cpuinfo() and "avx512f" in _cpuinfo()
+    return amd and torch.backends.mkl.is_available() and not _has_symbol("mkl_serv_intel_cpu_true")
+
+
+def _has_symbol(name: str) -> bool:
+    """Returns whether the program, or a library preloaded into it, defines a function."""
+    return hasattr(ctypes.CDLL(None), name)
+
+
 def _git(*arguments: str) -> str | None:
     """Returns the output of a git command in this file's repository, or None if it fails."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
@@ -42,8 +59,13 @@ def _git(*arguments: str) -> str | None:
 
 def _processor() -> str:
     """Returns the processor's name as the system reports it."""
-    try:
-        name = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        name = None
+    name = re.search(r"^model name\s*: (.+)$", _cpuinfo(), re.MULTILINE)
     return name[1] if name else platform.processor() or platform.machine()
+
+
+def _cpuinfo() -> str:
+    """Returns what Linux reports about the processor; empty on other systems."""
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""

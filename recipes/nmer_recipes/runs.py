@@ -26,7 +26,7 @@ from nmer_recipes.curve import draw_curve
 from nmer_recipes.directories import find_directory, update_config
 from nmer_recipes.files import stopped_by_errors, told_of_errors, write_text
 from nmer_recipes.loggers import Logger, check_logger, make_logger
-from nmer_recipes.provenance import describe_source
+from nmer_recipes.provenance import describe_source, misses_avx512
 from nmer_recipes.resume import resume_command
 from nmer_recipes.scores import WINDOW, duration
 from nmer_recipes.used import settle
@@ -259,6 +259,12 @@ class Run:
                 "device=cuda if available. Ctrl-C stops the run, and resume=auto resumes it.",
                 file=sys.stderr,
             )
+            if torch.device(self.cfg.device).type == "cpu" and misses_avx512():
+                self.bar.write(
+                    "Matrix products do not use the AVX-512 instructions of this AMD processor. "
+                    "The section on AMD processors in docs/benchmarks.md shows how to change that.",
+                    file=sys.stderr,
+                )
 
     @property
     def _metrics(self) -> Path:
