@@ -404,6 +404,25 @@ def test_nmer_is_compared_with_every_method_and_every_method_with_uniform():
     assert list(tables.make_paired_table(one_comparison(runs))["verdict"]) == ["behind"]
 
 
+def test_tasks_with_returns_of_one_range_are_also_compared_by_their_mean():
+    def run_tasks(env):
+        return [
+            run
+            for name, uniform, nmer in (("walk", [1, 2, 3], [5, 6]), ("run", [10, 20], [30, 10, 0]))
+            for kind, scores in (("uniform", uniform), ("nmer", nmer))
+            for run in constant_runs(scores, env__name=env + name, replay__kind=kind)
+        ]
+
+    frame = tables.make_paired_table(one_comparison(run_tasks("dm_control/")))
+    (row,) = frame[frame.env == "mean of 2 tasks"].to_dict("records")
+    assert (row["method"], row["against"], row["seeds"]) == ("nmer", "uniform", 2)
+    assert row["score_by_seed"] == row["area_by_seed"] == f"{(4 + 20) / 2:g} {(4 - 10) / 2:g}"
+    assert row["score"] == 4.5
+    figures.draw_differences(one_comparison(run_tasks("dm_control/")), frame, ["nmer", "uniform"])
+    other = tables.make_paired_table(one_comparison(run_tasks("Own")))
+    assert not other.env.str.startswith("mean").any()
+
+
 def test_a_run_that_is_still_random_has_no_area():
     assert math.isnan(make_run(random_frames=200_000).area)
 

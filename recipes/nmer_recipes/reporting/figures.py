@@ -125,14 +125,16 @@ def _draw_quoted(axes: Axes, task: Task) -> None:
 
 def draw_differences(comparison: Comparison, paired: pd.DataFrame, methods: list[str]) -> Figure:
     """Draws a panel for each task: one method's score minus another's, with its interval."""
-    tasks = [task for task in comparison.tasks if _rows_of(paired, task)]
-    height = 0.3 * max(len(_rows_of(paired, task)) for task in tasks) + 1.6
-    columns = min(_COLUMNS, len(tasks))
-    lines = math.ceil(len(tasks) / columns)
+    panels = [
+        (Task(comparison.agent, *place), rows.to_dict("records"))
+        for place, rows in paired.groupby(["env", "version", "frames"], sort=False)
+    ]
+    height = 0.3 * max(len(rows) for _, rows in panels) + 1.6
+    columns = min(_COLUMNS, len(panels))
+    lines = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(4.2 * max(columns, 1.4), height * lines), layout="constrained")
     grid = figure.subplots(lines, columns, squeeze=False)
-    for axes, task in zip(grid.flat, tasks, strict=False):
-        rows = _rows_of(paired, task)
+    for axes, (task, rows) in zip(grid.flat, panels, strict=False):
         for place, row in enumerate(rows):
             color, gaps = _look(methods, row["method"])["color"], row["score_by_seed"].split()
             axes.plot([float(gap) for gap in gaps], [place] * len(gaps), "|", color=color, ms=9)
@@ -145,15 +147,10 @@ def draw_differences(comparison: Comparison, paired: pd.DataFrame, methods: list
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.invert_yaxis()
         axes.grid(axis="x", alpha=0.3)
-    for axes in grid.flat[len(tasks) :]:
+    for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
     figure.suptitle(f"{comparison.title}: 95 % intervals, ticks are seeds", fontsize=11)
     return figure
-
-
-def _rows_of(paired: pd.DataFrame, task: Task) -> list[dict[str, Any]]:
-    place = (paired.env == task.env) & (paired.version == task.version)
-    return paired[place & (paired.frames == task.frames)].to_dict("records")
 
 
 def draw_profiles(title: str, profiles: dict[str, Profile], methods: list[str]) -> Figure:

@@ -22,6 +22,8 @@ from nmer_recipes.reporting.estimates import (
     normalize,
 )
 
+_SAME_RANGE = "dm_control/"  # tasks whose returns all lie between 0 and 1,000
+
 
 def paper_figure(comparison: Comparison, task: Task, method: str) -> paper.Figure | None:
     """Returns the paper's result: at the method's best, or from the ablations at that ratio."""
@@ -123,26 +125,56 @@ def make_paired_table(comparison: Comparison) -> pd.DataFrame:
     gives the recipes' methods the same networks, random frames and resets. The area is the mean
     return of all evaluations after the random frames: how early, not how far. A method is ahead or
     behind if the interval of the score's difference lies above or below zero.
+
+    If the returns of all tasks have the same range, the last rows are of the mean over the tasks.
     """
-    rows = []
+    rows, by_pair = [], {}
     for cell, other in itertools.permutations(comparison.cells, 2):
         if cell.task != other.task or (other.method != "uniform" and cell.method != "nmer"):
             continue
         others = {run.seed: run for run in other.runs}
-        pairs = [(run, others[run.seed]) for run in cell.runs if run.seed in others]
-        if not pairs:
-            continue
-        row = _place(comparison, cell.task, cell.method)
-        row |= {"against": other.method, "seeds": len(pairs)}
-        for name in ("score", "area"):
-            gaps = np.array([getattr(run, name) - getattr(other, name) for run, other in pairs])
-            estimate = mean_difference(gaps)
-            row |= {name: estimate.value, f"{name}_low": estimate.low}
-            row |= {f"{name}_high": estimate.high, f"{name}_ahead": int((gaps > 0).sum())}
-            row[f"{name}_by_seed"] = " ".join(f"{gap:.6g}" for gap in gaps)
-        row["verdict"] = _judge(row["score_low"], row["score_high"])
-        rows.append(row)
-    return pd.DataFrame(rows)
+        gaps = {
+            run.seed: np.subtract(
+                (run.score, run.area), (others[run.seed].score, others[run.seed].area)
+            )
+            for run in cell.runs
+            if run.seed in others
+        }
+        if gaps:
+            pair = cell.method, other.method
+            rows.append(_paired_row(comparison, cell.task, *pair, list(gaps.values())))
+            by_pair.setdefault(pair, {})[cell.task] = gaps
+    return pd.DataFrame(rows + _paired_means(comparison, by_pair))
+
+
+def _paired_means(
+    comparison: Comparison, by_pair: dict[tuple[str, str], dict[Task, dict[int, Scores]]]
+) -> list[dict[str, object]]:
+    """Returns a row per pair of methods: the differences of the mean over all tasks, by seed."""
+    tasks = comparison.tasks
+    alike = len({task.frames for task in tasks}) == 1 < len(tasks)
+    if not alike or not all(task.env.startswith(_SAME_RANGE) for task in tasks):
+        return []
+    mean, rows = Task(comparison.agent, f"mean of {len(tasks)} tasks", "", tasks[0].frames), []
+    for pair, gaps in by_pair.items():
+        seeds = set.intersection(*map(set, gaps.values())) if len(gaps) == len(tasks) else set()
+        means = [np.mean([gaps[task][seed] for task in tasks], axis=0) for seed in sorted(seeds)]
+        if means:
+            rows.append(_paired_row(comparison, mean, *pair, means))
+    return rows
+
+
+def _paired_row(
+    comparison: Comparison, task: Task, method: str, against: str, gaps: list[Scores]
+) -> dict[str, object]:
+    """Returns the row of one pair of methods from each seed's differences in score and area."""
+    row = _place(comparison, task, method) | {"against": against, "seeds": len(gaps)}
+    for name, values in zip(("score", "area"), np.transpose(gaps), strict=True):
+        estimate = mean_difference(values)
+        row |= {name: estimate.value, f"{name}_low": estimate.low}
+        row |= {f"{name}_high": estimate.high, f"{name}_ahead": int((values > 0).sum())}
+        row[f"{name}_by_seed"] = " ".join(f"{value:.6g}" for value in values)
+    return row | {"verdict": _judge(row["score_low"], row["score_high"])}
 
 
 def _judge(low: float, high: float) -> str:
