@@ -146,7 +146,7 @@ def on_the_paper():
     assert (nmer.replay_ratio == 5).sum() == 1
     yield "The paper lists it at 20, and once at 5."
     yield "- **1**: There is no evidence for NMER."
-    yield "| you can afford one update per frame | `uniform` | – | 1 | none |"
+    yield "| you can afford only one update per frame | `uniform` | – | 1 | none |"
     nmer, ct, uniform = (ablation("HalfCheetah", replay, 20) for replay in ("NMER", "CT", "U"))
     yield (
         "**20**: We have no runs yet. In the paper's ablations, TD3 on HalfCheetah scores "
