@@ -14,7 +14,7 @@ NO_NUMBER = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|TD3|Walker2d", re.DOTALL)
 
 
 def paired(part: str, env: str, form: str = "+.0f") -> str:
-    """NMER's score less that of uniform replay, with its interval."""
+    """Returns NMER's score minus that of uniform replay, with its interval."""
     rows = pd.read_csv(RESULTS / part / "paired.csv")
     (row,) = rows[(rows.env == env) & (rows.method == "nmer") & (rows.against == "uniform")].iloc
     assert row.verdict == ("ahead" if env == "HalfCheetah" else "not shown")
@@ -23,7 +23,7 @@ def paired(part: str, env: str, form: str = "+.0f") -> str:
 
 
 def errors(env: str, size: int, *methods: str) -> list[float]:
-    """On-manifold errors of the next state."""
+    """Returns on-manifold errors of the next state."""
     rows = pd.read_csv(ROOT / "docs" / "manifold" / f"{env}.csv").set_index(["method", "size"])
     return [rows["state"][method, size] for method in methods]
 
@@ -34,7 +34,7 @@ def benchmark(name: str, key: str, column: str, rows: int | None = None) -> pd.S
 
 
 def ablation(env: str, replay: str, ratio: int) -> str:
-    """TD3's result in the paper at a replay ratio."""
+    """Returns TD3's result in the paper at a replay ratio."""
     rows = pd.read_csv(ROOT / "recipes" / "nmer_recipes" / "paper.csv")
     rows = rows[(rows.algorithm == "TD3") & (rows.env == env) & (rows.replay == replay)]
     (row,) = rows[rows.replay_ratio == ratio].iloc
@@ -42,7 +42,7 @@ def ablation(env: str, replay: str, ratio: int) -> str:
 
 
 def on_learning():
-    """Sentences with numbers of our runs."""
+    """Yields sentences with numbers of our runs."""
     runs = pd.concat(
         pd.read_csv(RESULTS / part / "table.csv")
         for part in ("main", "pendulum", "pairings", "rivals")
@@ -82,7 +82,7 @@ def on_learning():
 
 
 def on_rows():
-    """Sentences with numbers of mixed rows and of costs."""
+    """Yields sentences with numbers of mixed rows and of costs."""
     few, many = (
         [f"{e:.3f}" for e in errors("HalfCheetah", n, "nmer_1", "nmer_10", "nmer_100")]
         for n in (1_000, 100_000)
@@ -131,7 +131,7 @@ def on_rows():
 
 
 def on_the_paper():
-    """Sentences with the paper's numbers and defaults."""
+    """Yields sentences with the paper's numbers and defaults."""
     folder = ROOT / "recipes" / "nmer_recipes"
     rows = pd.read_csv(folder / "paper.csv")
     nmer = rows[rows.replay == "NMER"]

@@ -1,4 +1,4 @@
-"""The results page: what it says is what the committed runs give."""
+"""The results page: its statements follow from the committed runs."""
 
 import csv
 import importlib
@@ -22,7 +22,7 @@ RUNS = sorted(path.parent for path in RESULTS.rglob("metrics.csv"))
 
 
 def test_reports_are_those_of_the_runs(tmp_path, monkeypatch):
-    """By the command that the page names, without a run: it makes every report anew."""
+    """Makes every report again by the command that the page names, without any run."""
     made = tmp_path / "docs" / "results"
     shutil.copytree(RESULTS, made, ignore=shutil.ignore_patterns("*.png", "*.tex", "report.md"))
     (tmp_path / "recipes").symlink_to(RECIPES)
@@ -45,7 +45,7 @@ def test_reports_are_those_of_the_runs(tmp_path, monkeypatch):
 
 
 def test_every_table_is_that_of_a_report():
-    """Whole tables: no row is left out, and each stands under its own header."""
+    """Compares whole tables: no row is left out, and each is below its own header."""
     reports = [(part / "report.md").read_text() for part in PARTS]
     page = (ROOT / "docs" / "results.md").read_text()
     shown = re.findall(r"(?:^\|.*\n)+", page, flags=re.MULTILINE)
@@ -69,7 +69,7 @@ def test_runs_are_complete_and_say_nothing_of_the_machine():
 
 
 def series(part: str, env: str, method: str) -> list[pd.DataFrame]:
-    """The evaluations of each seed after the random frames."""
+    """Returns the evaluations of each seed after the random frames."""
     tables = {}
     for run in (RESULTS / part).glob("env=*"):
         config = yaml.safe_load((run / "config.yaml").read_text())
@@ -85,7 +85,7 @@ def series(part: str, env: str, method: str) -> list[pd.DataFrame]:
 
 
 def says(sentence: str, page: str = "docs/results.md") -> None:
-    """Fails unless these words are on the page, whatever its line breaks."""
+    """Fails unless the sentence is on the page, regardless of line breaks."""
     words = " ".join((ROOT / page).read_text().replace("**", "").split())
     assert " ".join(sentence.split()) in words, sentence
 
@@ -238,7 +238,7 @@ def enumerate_words(words) -> str:
 
 
 def test_words_on_agents():
-    """The table of the agents page, row by row."""
+    """Compares the table of the agents page, row by row."""
     found = {}
     for run in (RESULTS / "learn").glob("*env=*"):
         config = yaml.safe_load((run / "config.yaml").read_text())
