@@ -18,13 +18,13 @@ RUN python3.11 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility,graphics
 
-# Before the recipes, so that a change of theirs does not install everything again.
+# This comes before the recipes, so that a change of a recipe does not repeat the installation.
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY nmer_torchrl nmer_torchrl
 RUN pip install --no-cache-dir -c constraints.txt ".[recipes]"
 
-# Not root; with your own number (--build-arg UID="$(id -u)"), runs in a mounted directory are yours.
+# Do not run as root. With --build-arg UID="$(id -u)", runs in a mounted directory belong to you.
 ARG UID=1000
 RUN useradd --create-home --uid "${UID}" nmer
 USER ${UID}

@@ -21,8 +21,8 @@ coverage: $(INSTALLED)
 train: $(INSTALLED)
 	$(BIN)/python recipes/sac.py env=Walker2d $(ARGS)
 
-# What a user's machine goes through in days: kills, full disks, many writers, a ring written for an
-# hour. NMER_SOAK is how many times longer than in `make test` the tests run. Property tests draw new
+# Long tests of kills, full disks and many writers, and a ring buffer that is written for an hour.
+# NMER_SOAK is how many times longer than in `make test` the tests run. Property tests draw new
 # examples each time; a failure prints the seed, and `make soak SEED=...` draws the same again.
 NMER_SOAK ?= 25
 SOAK_MINUTES ?= 60

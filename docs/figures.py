@@ -1,4 +1,4 @@
-"""Draws the figures of the method's page from what the package itself does.
+"""Draws the figures of the page on the method, with the package itself.
 
 python docs/figures.py                 # writes docs/figures/*.svg
 python docs/figures.py --out other     # elsewhere
@@ -37,7 +37,7 @@ STYLE = {
 
 
 def make_rows(observation: Tensor, action: Tensor, following: Tensor) -> TensorDict:
-    """Transitions without rewards or ends, from `[n, d]` each."""
+    """Builds transitions without rewards or terminations from states and actions, each `[n, d]`."""
     n = len(observation)
     return TensorDict(
         observation=observation,
@@ -53,7 +53,7 @@ def make_rows(observation: Tensor, action: Tensor, following: Tensor) -> TensorD
 
 
 def make_buffer(kind: str, rows: TensorDict, *, batch_size: int, **options: int):
-    """A buffer of that kind which holds the rows."""
+    """Builds a buffer of this method that holds the rows."""
     buffer = make_replay_buffer(
         kind,
         capacity=len(rows),
@@ -66,7 +66,7 @@ def make_buffer(kind: str, rows: TensorDict, *, batch_size: int, **options: int)
 
 
 def draw_pairing() -> Figure:
-    """One anchor among stored rows, its neighbors, and the buffer's draws from it."""
+    """Draws an anchor among stored rows, its neighbors, and rows sampled from the buffer."""
     generator = torch.Generator().manual_seed(1)
     time = torch.rand(120, 1, generator=generator) * 2 * math.pi
     noise = 0.25 * torch.randn(2, 120, 1, generator=generator)
@@ -104,12 +104,12 @@ ROWS = 100  # of the toy of the manifold's figure
 
 
 def following(state: Tensor) -> Tensor:
-    """What it does in one step."""
+    """Returns the next state of the toy problem."""
     return state + (2 * state).sin() / 2
 
 
 def draw_manifold() -> Figure:
-    """Mixes of any two rows and of neighbors, beside the curve that they should lie on."""
+    """Draws mixes of arbitrary rows and of neighbors, with the curve of true transitions."""
     generator = torch.Generator().manual_seed(0)
     state = torch.rand(ROWS, 1, generator=generator) * 6 - 3
     rows = make_rows(state, torch.zeros_like(state), following(state))
@@ -131,7 +131,7 @@ def draw_manifold() -> Figure:
 
 
 def draw_beta() -> Figure:
-    """Densities of the weights, and draws of the package beneath them."""
+    """Draws the densities of the weights, with samples of the package below."""
     figure = Figure(figsize=(7.6, 2.6), layout="constrained")
     panels = figure.subplots(1, 4, sharex=True, sharey=True)
     w = torch.linspace(0.005, 0.995, 400)

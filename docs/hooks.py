@@ -1,4 +1,4 @@
-"""What the site needs beyond its pages: two files of the root, and equations without a script."""
+"""Adds two files of the root to the site, and converts equations so that they need no script."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Changelog and contributing guide are pages, too, without being copied."""
+    """Adds the changelog and the contributing guide as pages, without copying them."""
     for name in _FROM_ROOT:
         files.append(File.generated(config, name.lower(), abs_src_path=str(ROOT / name)))
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Links in these two are as seen from the root."""
+    """Rewrites the links of these two pages, which are relative to the root."""
     from_root = page.file.src_uri in [name.lower() for name in _FROM_ROOT]
     return markdown.replace("](docs/", "](") if from_root else markdown
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """LaTeX to MathML, which browsers show by themselves."""
+    """Converts LaTeX to MathML, which browsers show without a script."""
     return _EQUATION.sub(
         lambda found: convert(
             unescape(found[2]), display="inline" if found[1] == "span" else "block"

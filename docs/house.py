@@ -1,4 +1,4 @@
-"""Counts lines of the package, and the calls that a row takes on its way in and out of a buffer.
+"""Counts lines of the package, and the calls that writing and sampling a row take.
 
 python docs/house.py
 
@@ -26,7 +26,7 @@ ROWS = 1_000
 
 
 def count_lines(folder: Path) -> dict[str, int]:
-    """Counts files and lines, of which code: neither blank nor a comment nor in a docstring."""
+    """Counts files, lines, and lines of code: not blank, not a comment, not in a docstring."""
     files = list(folder.rglob("*.py"))
     total = code = 0
     for file in files:
@@ -41,7 +41,7 @@ def count_lines(folder: Path) -> dict[str, int]:
 
 
 def docstring_lines(tree: ast.Module) -> set[int]:
-    """Returns the numbers of the lines on which docstrings stand."""
+    """Returns the line numbers of docstrings."""
     holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node.body[0] for node in ast.walk(tree) if isinstance(node, holders) and node.body]
     strings = [
@@ -85,7 +85,7 @@ def make_rows(n: int) -> TensorDict:
 
 
 def main() -> None:
-    """Prints all of them."""
+    """Prints all counts."""
     torch.manual_seed(0)
     print("package", count_lines(PACKAGE))
     buffer = make_replay_buffer("nmer", capacity=2 * ROWS, batch_size=256, search="graph")

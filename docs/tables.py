@@ -1,4 +1,4 @@
-"""Writes what pages derive from other files: the methods' table and names, and benchmark tables.
+"""Writes the generated parts of pages: the table and names of methods, and benchmark tables.
 
 python docs/tables.py
 """
@@ -69,7 +69,7 @@ def _show(cell: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Returns each page with what is derived between its marks, such as `<!-- methods -->`."""
+    """Returns each page with its generated parts, between marks such as `<!-- methods -->`."""
     found = {}
     for name, text in (("methods.md", methods_table()), ("api/methods.md", reference())):
         path = DOCS / name

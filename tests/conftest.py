@@ -25,7 +25,7 @@ settings.load_profile("default")
 
 
 def pytest_collection_modifyitems(items):
-    """Leaves coverage out of tests of the recipes and pages: it counts the package alone.
+    """Excludes tests of the recipes and pages from coverage, which counts only the package.
 
     Counting makes Hydra, which composes each of their configs, take five times as long.
     """
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Says how to draw the examples of a failure again."""
+    """Prints how to draw the examples of a failure again."""
     seed, failed = config.getoption("--hypothesis-seed"), terminalreporter.stats.get("failed", [])
     if seed is not None and failed:
         size = os.environ.get("NMER_SOAK") or 1
@@ -57,14 +57,14 @@ def _one_thread_and_seed():
 
 @pytest.fixture
 def cuda():
-    """Has `cuda:0` be there; None if it is real, else the waits for the pretended one."""
+    """Provides `cuda:0`: yields None if it is real, else the counts of the simulated device."""
     with some_cuda() as waits:
         yield waits
 
 
 @pytest.fixture
 def only_recipe_configs(monkeypatch):
-    """Hides configs of other projects, some of which have the name of a setting of the recipes."""
+    """Hides configs of other projects, some of which share names with settings of the recipes."""
     from hydra.core.config_store import ConfigStore
     from recipe_helpers import recipe_configs
 

@@ -1,4 +1,4 @@
-"""Data to store, and the definition of a neighbor in slow float64."""
+"""Test data, and a slow float64 implementation of the neighbor search."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_transitions(
 
 
 def stored_points(storage, keys=POINT_KEYS) -> Tensor:
-    """What is stored now, float64."""
+    """Returns the points stored now, in float64."""
     data = storage[: len(storage)]
     return torch.cat([data[key].flatten(1).double() for key in keys], 1)
 
@@ -46,7 +46,7 @@ def oracle_scale(points: Tensor) -> Tensor:
 
 
 def oracle_distances(points: Tensor, index: Tensor, k: int, scale: Tensor | None = None) -> Tensor:
-    """Sorted distances `[q, k]` to the nearest others by the definition, padded with infinity."""
+    """Returns sorted distances `[q, k]` to the nearest other points, padded with infinity."""
     scale = oracle_scale(points.double()) if scale is None else scale
     difference = (points.double()[index].unsqueeze(1) - points.double().unsqueeze(0)) * scale
     distances = difference.square().sum(-1).sqrt()
@@ -58,7 +58,7 @@ def oracle_distances(points: Tensor, index: Tensor, k: int, scale: Tensor | None
 def distances_to(
     points: Tensor, index: Tensor, neighbors: Tensor, scale: Tensor | None = None
 ) -> Tensor:
-    """Distances `[q, k]` of the given neighbors; infinity for -1."""
+    """Returns the distances `[q, k]` of the given neighbors; infinity for -1."""
     scale = oracle_scale(points.double()) if scale is None else scale
     difference = (points.double()[neighbors] - points.double()[index].unsqueeze(1)) * scale
     return difference.square().sum(-1).sqrt().masked_fill(neighbors < 0, torch.inf)
@@ -67,7 +67,7 @@ def distances_to(
 def assert_neighbors(
     points: Tensor, index: Tensor, neighbors: Tensor, scale=None, *, rtol: float = 1e-5
 ) -> None:
-    """Neighbors are as near as the definition's, distinct, not the position itself, in order."""
+    """Checks that neighbors are the nearest, distinct, sorted, and never the position itself."""
     expected = oracle_distances(points, index, neighbors.shape[1], scale)
     actual = distances_to(points, index, neighbors, scale)
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol * 1e-4)

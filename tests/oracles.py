@@ -1,4 +1,4 @@
-"""Slow definitions that results are compared with: predictions and priorities."""
+"""Slow reference implementations of predictions and priorities."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def slow_prediction(process, points, outputs, query):
-    """The equations for one neighborhood, float64."""
+    """Computes the equations for one neighborhood in float64."""
     n = len(points)
     apart = [[(x - y).norm() for y in points] for x in points]
     length = process.lengthscale * sum(sum(row) for row in apart) / (n * (n - 1))
@@ -27,19 +27,19 @@ def slow_prediction(process, points, outputs, query):
 
 
 def probabilities(values, alpha=0.6, eps=1e-6) -> list[float]:
-    """By the definition, in plain Python."""
+    """Computes the probabilities of positions in plain Python."""
     powers = [(float(p) + eps) ** alpha for p in values]
     return [power / sum(powers) for power in powers]
 
 
 def importance(values, alpha=0.6, beta=0.4, eps=1e-6) -> torch.Tensor:
-    """`(N * P(i)) ** -beta` over the largest of them, in plain Python."""
+    """Computes `(N * P(i)) ** -beta`, divided by the largest of them, in plain Python."""
     raw = [(len(values) * p) ** -beta for p in probabilities(values, alpha, eps)]
     return torch.tensor([weight / max(raw) for weight in raw])
 
 
 def reference_update(old, pairs, weights, errors) -> list[float]:
-    """The priorities after a batch, pair by pair in exact fractions."""
+    """Returns the priorities after a batch, computed pair by pair in exact fractions."""
     proposals = defaultdict(list)
     for (anchor, partner), weight, error in zip(pairs, weights, errors, strict=True):
         w, new = Fraction(weight), Fraction(error)

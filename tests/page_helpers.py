@@ -1,4 +1,4 @@
-"""Finds the pages of the documentation, and code and tables in them."""
+"""Finds the pages of the documentation, and the code and tables in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def pages() -> list[Path]:
-    """README, contributing guide and docs, without what recipes write there."""
+    """Returns README, contributing guide and docs, without reports that recipes write there."""
     written = (ROOT / "docs" / "manifold", ROOT / "docs" / "results")
     found = (ROOT / "docs").rglob("*.md")
     found = [path for path in found if not any(map(path.is_relative_to, written))]
@@ -25,7 +25,7 @@ def name(page: Path) -> str:
 
 
 def first_column(page: Path, heading: str) -> list[str]:
-    """Code words in the first column of the tables with that heading there."""
+    """Returns the code words in the first column of the tables with this heading."""
     rows = re.findall(
         rf"^\| {heading} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE
     )

@@ -1,4 +1,4 @@
-"""A pretended CUDA device: code for `cuda:0` runs, and is checked, on a machine that has none.
+"""A simulated CUDA device: runs and checks code for `cuda:0` on a machine without one.
 
 Within `pretend_cuda()`, tensors that are made on `cuda:0` or moved there say that they are there.
 They compute on the CPU, refuse to meet CPU tensors where CUDA refuses, and count what makes the
@@ -85,7 +85,7 @@ _UPLOADS = ("upload", "cpu_index")
 
 
 class Waits(collections.Counter):
-    """Counts, by name, of what made the host wait for the device.
+    """Counts, by name, the operations that made the host wait for the device.
 
     `"upload"` counts copies from the host that block, and `"cpu_index"` operations with a CPU index
     in brackets, which copy it. All others are `reads`: numbers or shapes that the host had to know.
@@ -101,7 +101,7 @@ class Waits(collections.Counter):
 
     @property
     def reads(self) -> int:
-        """Number of times that the host waited for a result."""
+        """Returns how many times the host waited for a result."""
         return sum(count for name, count in self.items() if name not in _UPLOADS)
 
 
@@ -109,7 +109,7 @@ _WAITS = Waits()
 
 
 class Pretended(Tensor):
-    """A tensor that says it is on `cuda:0`; `inner` is where it really is."""
+    """A tensor that claims to be on `cuda:0`; `inner` holds the data on the CPU."""
 
     inner: Tensor
 
@@ -202,7 +202,7 @@ class Pretended(Tensor):
 
 
 class _ToHost(torch.autograd.Function):
-    """A copy to the host that gradients pass."""
+    """Copies to the host, and passes gradients back."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -214,18 +214,18 @@ class _ToHost(torch.autograd.Function):
 
 
 def _load_pretended(inner: Tensor, requires_grad: bool) -> Tensor:
-    """Rebuilds a saved tensor where `torch.load` has put its memory."""
+    """Rebuilds a saved tensor on the device that `torch.load` chose."""
     on_cuda = getattr(inner.untyped_storage(), "pretended", False)
     return (Pretended(inner) if on_cuda else inner).requires_grad_(requires_grad)
 
 
 def _tag(storage: torch.UntypedStorage) -> str | None:
-    """The device that a file names for the memory of a tensor."""
+    """Returns the name that a file gives to the device of a tensor's memory."""
     return "cuda:0" if getattr(storage, "pretended", False) else None
 
 
 def _restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
-    """Puts memory on the pretended device; elsewhere torch raises, or finds a real one."""
+    """Moves memory to the simulated device; leaves other devices to torch."""
     if not _pretending or not location.startswith("cuda"):
         return None
     storage.pretended = True
@@ -238,7 +238,7 @@ torch.serialization.register_package(1, _tag, _restore)  # before torch's own, f
 
 
 class _EveryOperation(TorchDispatchMode):
-    """Sees the operations that have no pretended tensor among their arguments."""
+    """Intercepts the operations that have no simulated tensor among their arguments."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
@@ -253,7 +253,7 @@ def _inner(value: Any) -> Any:
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    """Applies a function to what is in sequences and dictionaries; many times as fast as pytree."""
+    """Applies a function to the entries of sequences and dictionaries; much faster than pytree."""
     kind = type(value)
     if kind is tuple or kind is list:
         return kind([_map(function, item) for item in value])
@@ -316,7 +316,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _copy(source: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """`Tensor.to` and its like."""
+    """Implements `Tensor.to` and similar methods."""
     device = kwargs.pop("device", None)
     blocking = not kwargs.pop("non_blocking", False)
     kwargs.pop("pin_memory", None)
@@ -346,7 +346,7 @@ def _note_upload(source: Tensor, blocking: bool) -> None:
 
 
 def _check(func: Any, args: tuple[Any, ...], host: list[Tensor]) -> None:
-    """Raises where CUDA would."""
+    """Raises an error where CUDA would."""
     if func in _INDEXING:
         index = _tensors(args[1])
         if not isinstance(args[0], Pretended):
@@ -375,7 +375,7 @@ def _note_reads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 
 
 class _Generator(torch.Generator):
-    """A generator that remembers which device it was made for."""
+    """A generator that stores the device that it was made for."""
 
     def __new__(cls, device: Any = "cpu") -> _Generator:
         self = super().__new__(cls, "cpu")
@@ -386,17 +386,17 @@ class _Generator(torch.Generator):
     device = property(lambda self: CUDA if _on_cuda(self.made_for) else CPU)
 
     def get_state(self) -> Tensor:
-        """The state, of another size on another device."""
+        """Returns the state, whose size differs between devices."""
         state = super().get_state()
         return _as_cuda_state(state) if _on_cuda(self.made_for) else state
 
     def set_state(self, state: Tensor) -> _Generator:
-        """Goes on from there; refuses a state of the other device."""
+        """Restores a state; raises an error for one of the other device."""
         super().set_state(_from_cuda_state(state) if _on_cuda(self.made_for) else state)
         return self
 
     def clone_state(self) -> _Generator:
-        """A copy, for the same device."""
+        """Returns a copy for the same device."""
         other = _Generator(self.made_for)
         other.set_state(self.get_state())
         return other
@@ -451,13 +451,13 @@ _REAL = {
 
 
 def _make_memmap(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """Makes a tensor of a subclass out of another, which torch cannot under a dispatch mode."""
+    """Makes a tensor of a subclass from another one, which torch cannot under a dispatch mode."""
     with _disable_current_modes():
         return _REAL["memmap"](cls, *args, **kwargs)
 
 
 class _TensorTypes(type(Tensor)):
-    """Equals the types that KeOps is to take for tensors; it compares types, not instances."""
+    """Equals the types that KeOps accepts as tensors; KeOps compares types, not instances."""
 
     def __eq__(cls, other: object) -> bool:
         return other is Tensor or other is Pretended
@@ -471,7 +471,7 @@ class _AnyTensor(Tensor, metaclass=_TensorTypes):
 
 
 def _keops_forward(real: Callable[..., Any]) -> Callable[..., Any]:
-    """KeOps's reduction, on the inner tensors."""
+    """Wraps KeOps's reduction so that it runs on the inner tensors."""
 
     def forward(params: Any, *args: Any) -> Any:
         pretended = [isinstance(arg, Pretended) for arg in args]
@@ -487,7 +487,7 @@ def _keops_forward(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Event:
-    """An event on a device that is always done at once; to wait for it counts."""
+    """An event on a device that has always finished; waiting for it is counted."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.recorded = False
@@ -502,7 +502,7 @@ class _Event:
         _WAITS["synchronize"] += self.recorded
 
     def wait(self, *_: Any) -> None:
-        """Has a stream wait, not the host."""
+        """Makes a stream wait, not the host."""
 
     def elapsed_time(self, other: _Event) -> float:
         if not (self.recorded and other.recorded):
@@ -511,7 +511,7 @@ class _Event:
 
 
 class _Stream:
-    """The only stream; to wait for it counts."""
+    """The only stream; waiting for it is counted."""
 
     device = CUDA
 
@@ -535,7 +535,7 @@ def _note_synchronize(*_: Any) -> None:
 
 
 def _without_pinning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function that makes tensors, where memory of the host cannot be pinned."""
+    """Wraps a function that makes tensors for machines where host memory cannot be pinned."""
 
     def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
         tensor: Tensor = make(*args, **kwargs)
@@ -582,7 +582,7 @@ def _patches() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def pretend_cuda() -> Iterator[Waits]:
-    """Pretends that this machine has a CUDA device; gives the counts of waits, at first none."""
+    """Simulates a CUDA device on this machine; yields the counts of waits, initially empty."""
     _WAITS.clear()
     overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
     with contextlib.ExitStack() as stack:
@@ -598,7 +598,7 @@ def pretend_cuda() -> Iterator[Waits]:
 
 @contextlib.contextmanager
 def some_cuda() -> Iterator[Waits | None]:
-    """Has `cuda:0` be there: a real device, with which this is None, or a pretended one."""
+    """Provides `cuda:0`: a real device, for which it yields None, or a simulated one."""
     if torch.cuda.is_available():
         yield None
     else:

@@ -1,4 +1,4 @@
-"""Finds the private names of other projects that our code relies on, without running it."""
+"""Finds the private names of other projects that our code uses, without running it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOOKUPS = ("getattr", "setattr", "hasattr", "delattr")
 
 
 def find_private_names(root: Path) -> dict[str, set[str]]:
-    """Private names of others in the modules below `root`, by path relative to it.
+    """Returns the private names of others in the modules below `root`, by relative path.
 
     Counts `thing._name`, also by `getattr` and its like, and an import of such a name. Of a class's
     own names, `self._name` and `def _name`, only those count that a class of TorchRL, tensordict or
@@ -34,14 +34,14 @@ def _is_private(name: str) -> bool:
 
 
 def _dotted(node: ast.AST) -> str:
-    """`a.b.c` as it is written; what is no such name starts with a dot."""
+    """Returns `a.b.c` as it is written; the result starts with a dot if it is not such a name."""
     if isinstance(node, ast.Attribute):
         return f"{_dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def _is_own(node: ast.AST) -> bool:
-    """Whether it is `self`, `cls` or `super()`."""
+    """Returns whether it is `self`, `cls` or `super()`."""
     return _dotted(node.func if isinstance(node, ast.Call) else node) in ("self", "cls", "super")
 
 
@@ -65,7 +65,7 @@ def _used(tree: ast.AST, inherited: dict[str, set[str]], of_class: str = "") -> 
 
 
 def _inherited_names(trees: list[ast.Module]) -> dict[str, set[str]]:
-    """Classes of the trees to the private names of others that their instances have."""
+    """Maps the classes of the trees to the private names of others that their instances have."""
     bases: dict[str, set[str]] = defaultdict(set)
     for tree in trees:
         imported = _imports(tree)
@@ -101,7 +101,7 @@ def _imports(tree: ast.Module) -> dict[str, str]:
 
 @cache
 def _names_of(path: str) -> frozenset[str]:
-    """Private names that the class at this path, or one that it inherits from, gives to itself."""
+    """Returns private names that the class at this path, or a base class, defines."""
     module, _, name = path.rpartition(".")
     names = set()
     for base in getattr(importlib.import_module(module), name).__mro__:
@@ -112,7 +112,7 @@ def _names_of(path: str) -> frozenset[str]:
 
 @cache
 def _names_in(module: str, of_class: str) -> frozenset[str]:
-    """Names that the source of a class uses on itself; none where it was made at run time."""
+    """Returns names that the source of a class uses on itself; none if it was made at run time."""
     names = set()
     for definition in _classes(module):
         if definition.name == of_class:

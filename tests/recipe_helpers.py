@@ -1,4 +1,4 @@
-"""Starts recipes, in this process or in one of their own, and reads what they write."""
+"""Starts recipes, in this process or in another, and reads what they write."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def make_config(name: str, *overrides: str) -> DictConfig:
 
 
 def expand(lines: list[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """Returns recipe and overrides of every run that the command lines make."""
+    """Returns recipe and overrides of every run that the command lines start."""
     found = []
     for line in lines:
         python, recipe, multirun, *overrides = shlex.split(line)
@@ -125,7 +125,7 @@ def run(recipe: str, *arguments: str, cwd: Path, code: int = 0) -> subprocess.Co
 
 
 def start(recipe: str, *arguments: str, cwd: Path) -> None:
-    """Does what the command does, in this process: without the seconds that a new one starts in."""
+    """Does what the command does, in this process, which saves the start of another one."""
     module = importlib.import_module(recipe)
     job = getattr(module, "train", None) or module.run
     with (

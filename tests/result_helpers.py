@@ -17,7 +17,7 @@ def range_of(values, form: str = ",.0f") -> str:
 
 
 def table(part: str, env: str) -> pd.DataFrame:
-    """The rows of a part's table by method."""
+    """Returns the rows of a part's table, by method."""
     rows = pd.read_csv(RESULTS / part / "table.csv")
     return rows[rows.env == env].set_index("method")
 
@@ -27,7 +27,7 @@ def spread(row: pd.Series) -> str:
 
 
 def by_seed(part: str, env: str, column: str, against: str = "uniform") -> list[float]:
-    """NMER less another method, in each seed."""
+    """Returns NMER's score minus that of another method, for each seed."""
     rows = pd.read_csv(RESULTS / part / "paired.csv")
     rows = rows[(rows.env == env) & (rows.method == "nmer") & (rows.against == against)]
     (row,) = rows[f"{column}_by_seed"]

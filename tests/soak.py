@@ -6,5 +6,5 @@ SOAK = float(os.environ.get("NMER_SOAK") or 1)
 
 
 def soak(count: int) -> int:
-    """So many examples in CI, and in the long version as many times more as it says."""
+    """Returns the number of examples: as given in CI, and a multiple in the long version."""
     return max(1, round(count * SOAK))

@@ -1,4 +1,4 @@
-"""The agents beside SAC and TD3: against TorchRL's losses and layers, and against their papers."""
+"""The agents besides SAC and TD3, compared with TorchRL's losses and with their papers."""
 
 import importlib
 import math
@@ -19,7 +19,7 @@ from nmer_recipes.networks import Functional, find_weights, make_critic  # isort
 
 
 def as_weights(layers):
-    """What `Functional` is called by: parameters, and running statistics."""
+    """Returns what `Functional` is called with: parameters and running statistics."""
     return list(layers.parameters()), [buffer.clone() for buffer in layers.buffers()]
 
 
@@ -98,7 +98,7 @@ def test_layer_norm_and_wide_critics_are_options_of_every_agent_with_plain_criti
 
 
 def test_redq_has_the_losses_of_torchrl():
-    """Of TorchRL's, where it does the same: a subset of several critics, alpha within its bounds.
+    """Compares where both agree: a subset of several critics, and alpha within its bounds.
 
     Its loss of the critics is a mean where ours is a sum over them. Its loss of alpha also counts
     the next actions.
@@ -250,7 +250,7 @@ def test_crossq_has_no_targets_and_normalizes_rows_and_what_follows_together():
 
 
 def oracle_of_sunrise(cfg, ensemble, batch, noise):
-    """The losses by the paper's equations, in float64 and member by member.
+    """Computes the losses by the paper's equations, in float64 and member by member.
 
     Row means are sums over `mask.sum() + 1`, which is the authors' code's.
     """

@@ -1,4 +1,4 @@
-"""Transforms of single rows: the contract of all, and each against its definition."""
+"""Transforms of single rows: their common contract, and each definition."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ OTHERS = ("identity", ("next", "terminated"), ("next", "done"))
 
 
 def noise_of_one(keys=MIX_KEYS, **options):
-    """Noise with a spread of 1 in all entries."""
+    """Builds noise with a spread of 1 in all entries."""
     spread = Spread(keys=keys)
     spread.std = {key: torch.ones(()) for key in keys}
     return GaussianNoise(spread=spread, action_bounds=None, **options)
@@ -170,7 +170,7 @@ def test_bad_amplitudes_are_named(bounds):
 
 
 def make_noise(sigma=0.1, *, rows=None, **options):
-    """A buffer with noise, filled."""
+    """Builds a filled buffer with noise."""
     sampler = SpreadSampler()
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(options.pop("capacity", 200)),
@@ -184,7 +184,7 @@ def make_noise(sigma=0.1, *, rows=None, **options):
 
 
 def noise_of(buffer, n: int) -> dict:
-    """What was added to each entry of many rows, float64."""
+    """Returns what was added to each entry of many rows, in float64."""
     batch = buffer.sample(n)
     stored = buffer.storage[:][batch["index"]]
     return {key: batch[key].double() - stored[key].double() for key in MIX_KEYS}

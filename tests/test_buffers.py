@@ -57,7 +57,7 @@ def make(kind="nmer", *, capacity=100, batch_size=16, seed=0, **options):
 
 
 def index_shape(kind):
-    """Of a batch of 16."""
+    """Returns the shape of `index` in a batch of 16."""
     if kind in NEIGHBORHOOD_KINDS:
         return (16, 11)  # of 10 neighbors unless told
     return (16, 2) if kind in PAIR_KINDS else (16,)

@@ -1,4 +1,4 @@
-"""Caps on the distance of partners: too far means no partner."""
+"""Limits on the distance of partners."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Collectors that hand out rows of several environments, in this process and in others."""
+"""Collectors that return rows of several environments, in this process and in others."""
 
 import math
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ PROCESSES = ["collector=multiprocess", "collector.frames_per_batch=8"]
 
 
 class Acts(TensorDictModuleBase):
-    """Does again what was done, or always the same."""
+    """Repeats recorded actions, or always returns the same one."""
 
     in_keys, out_keys = ["observation"], ["action"]
 
@@ -40,7 +40,7 @@ class Acts(TensorDictModuleBase):
 
 
 def make(*overrides: str):
-    """A collector as a recipe makes it."""
+    """Builds a collector as a recipe does."""
     import td3
 
     cfg = make_config("td3", *TINY, "device=cpu", *overrides)
@@ -63,7 +63,7 @@ def take(collector, rows: int) -> TensorDict:
 
 
 def assert_counts(rows):
-    """The frames, updates and rows of a run with `TINY`, whoever acted."""
+    """Checks the frames, updates and rows of a run with `TINY`, with any collector."""
     assert [row["frames"] for row in rows] == ["24", "48"]
     assert [row["train/updates"] for row in rows] == ["0", "8"]
     assert [float(row["replay/size"]) for row in rows] == [24, 48]
@@ -228,7 +228,7 @@ def test_bad_values_are_named(overrides, message):
 
 @dataclass(frozen=True)
 class NStep(Method[RandomSampler]):
-    """Three-step returns, which need rows in the order of time."""
+    """Three-step returns, which need rows in temporal order."""
 
     def make_sampler(self, capacity):
         return RandomSampler()

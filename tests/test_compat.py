@@ -1,4 +1,4 @@
-"""Canaries: each private name of TorchRL that we use still means what we think it means."""
+"""Checks that each private name of TorchRL that we use still has the expected meaning."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Buffers of pairs together with other parts of TorchRL, each with the real thing."""
+"""Buffers of pairs together with the real other parts of TorchRL."""
 
 import gc
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def make(kind="nmer", *, capacity=100, batch_size=16, seed=0, **options):
 
 
 def assert_mixed(batch: TensorDict, stored: TensorDict, *, some: bool = True) -> None:
-    """The batch is `w * anchor + (1 - w) * partner`, and the anchor in all that is not mixed."""
+    """Checks that mixed entries are `w * anchor + (1 - w) * partner`, and others the anchor's."""
     anchor, partner = stored[batch["index"][:, 0]], stored[batch["index"][:, 1]]
     weight = batch["mixup_weight"]
     for key in MIX_KEYS:
@@ -63,7 +63,7 @@ def assert_same_batch(first: TensorDict, second: TensorDict) -> None:
 
 @dataclass
 class Episode:
-    """What the environment said: `[T + 1, ...]` observations and `[T, ...]` of the others."""
+    """Holds an episode: `[T + 1, ...]` observations, and `[T, ...]` of the other entries."""
 
     observations: np.ndarray
     actions: np.ndarray
@@ -83,7 +83,7 @@ def play(env_id: str, episodes: int, max_steps: int) -> list[Episode]:
 
 
 def play_in(env: gymnasium.Env, episodes: int) -> list[Episode]:
-    """Episodes of random actions, as the environment told them."""
+    """Returns episodes of random actions as the environment returned them."""
     env.action_space.seed(0)
     played = []
     for seed in range(episodes):
@@ -100,7 +100,7 @@ def play_in(env: gymnasium.Env, episodes: int) -> list[Episode]:
 
 @pytest.fixture(scope="module")
 def episodes() -> list[Episode]:
-    """Some end by a fall, the others by the limit of 5 steps."""
+    """Provides episodes: some end by a fall, others by the limit of 5 steps."""
     played = play("InvertedDoublePendulum-v5", 50, max_steps=5)
     assert 10 < sum(episode.terminated[-1] for episode in played) < 40
     return played
@@ -137,7 +137,7 @@ GAMMA = 0.9
 
 
 def n_step_reference(episodes: list[Episode], n: int) -> TensorDict:
-    """Row by row: the discounted sum, where it leads to, how far that is, and whether it ends."""
+    """Computes for each row the discounted sum, what it leads to in how many steps, and its end."""
     rows = []
     for episode in episodes:
         for start in range(len(episode)):
@@ -415,7 +415,7 @@ def test_batches_of_pairs_and_of_single_rows_are_joined():
 
 
 def pair_buffer(rows: TensorDict | None = None, *more, sampler=None) -> ReplayBuffer:
-    """A plain buffer, whose batches have no entry `index`, and whose size of batch is open."""
+    """Builds a plain buffer, without the entry `index` and with an open batch size."""
     buffer = ReplayBuffer(
         storage=PairStorage(200),
         sampler=sampler or NeighborPairSampler(k=5),
@@ -428,7 +428,7 @@ def pair_buffer(rows: TensorDict | None = None, *more, sampler=None) -> ReplayBu
 def assert_mixed_with_a_neighbor(
     batch: TensorDict, buffer: ReplayBuffer, *, k: int, first: int = 0
 ) -> None:
-    """As `assert_mixed`, where the partner must be found among the k neighbors of the anchor."""
+    """Does the same as `assert_mixed`; the partner must be one of the anchor's k neighbors."""
     stored = buffer.storage[:]
     anchor = batch["identity"] - first
     assert torch.equal(stored["identity"][anchor], batch["identity"])
@@ -521,7 +521,7 @@ ABOUT = {  # without which Minari warns
 
 @pytest.fixture
 def minari_dataset(episodes, tmp_path, monkeypatch):
-    """The episodes as a dataset that Minari wrote to its own files, loaded anew."""
+    """Provides the episodes as a dataset that Minari wrote and loaded again."""
     minari = pytest.importorskip("minari")
     pytest.importorskip("h5py")
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
@@ -550,7 +550,7 @@ def write_minari(minari, name: str, env_id: str, episodes: list[Episode]) -> Non
 
 
 def minari_rows(episode) -> TensorDict:
-    """The transitions of an episode as Minari gives it."""
+    """Returns the transitions of an episode that Minari loaded."""
     return as_rows(
         Episode(
             episode.observations,
@@ -563,7 +563,7 @@ def minari_rows(episode) -> TensorDict:
 
 
 def assert_rows_of(rows: TensorDict, episodes: list[Episode]) -> None:
-    """Row by row what the environment said."""
+    """Checks each row against what the environment returned."""
     number = 0
     for episode in episodes:
         for step in range(len(episode)):

@@ -1,4 +1,4 @@
-"""Runs that go on by the name of their directory, to where they were to end or further."""
+"""Runs that are resumed by the name of their directory, to their end or further."""
 
 import json
 import os

@@ -18,7 +18,7 @@ def span(values: pd.Series, form: str = ".1f") -> str:
 
 
 def frame_ratios() -> dict[int, str]:
-    """How many times as long a frame takes with NMER, by replay ratio."""
+    """Returns how many times as long a frame takes with NMER, by replay ratio."""
     train = read("train")
     nmer = train[train.replay == "nmer"].set_index("replay ratio")
     assert set(train["rows before"]) == {100_000}

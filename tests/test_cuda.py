@@ -1,4 +1,4 @@
-"""Buffers on CUDA: on a real device where there is one, else on a pretended one."""
+"""Buffers on CUDA: on a real device if there is one, else on a simulated one."""
 
 import copy
 import functools
@@ -31,12 +31,12 @@ METRICS = {
 
 
 def _double(rows):
-    """As wide as observation and action, so that KeOps has one formula for all metrics."""
+    """Doubles the points, so that KeOps compiles one formula for all metrics."""
     return 2 * torch.cat([rows["observation"], rows["action"]], -1)
 
 
 def refusal(kind, search, metric):
-    """What the error says for a search, a metric and a method that do not go together."""
+    """Returns the error for a search, a metric and a method; None if they fit together."""
     if metric == "product" and search in ("graph", "faiss"):
         return "does not support ProductNorm"
     if metric == "product" and kind == "gp":
@@ -71,7 +71,7 @@ def make(kind, device, search=None, metric=None, *, seed=0, size=40, k=10):
 
 
 def draw(buffer, device):
-    """A batch, whose errors are given back to methods that ask for them."""
+    """Draws a batch, and reports errors to methods that need them."""
     batch = buffer.sample()
     for entry in batch.values(True, True):
         assert entry.device.type == device.split(":")[0]
@@ -85,7 +85,7 @@ def draw(buffer, device):
 
 
 def live(make_one, device, folder):
-    """The life of a buffer: every kind of write, draws between them, and ways to save it."""
+    """Uses a buffer in every way: all kinds of writes, draws between them, and saving."""
     buffer, batches = make_one(), []
     rows = [make_transitions(n, terminated=0.1, seed=n) for n in (8, 5, 2, 3)]
     rows[0]["observation"][7] = torch.nan
@@ -208,7 +208,7 @@ def test_other_folds_wait_for_nothing(kind, cuda):
 
 
 def cuda_trees():
-    """Priority trees as of a TorchRL that was built for CUDA; they take and give device tensors."""
+    """Provides priority trees as in a TorchRL built for CUDA, which use device tensors."""
 
     def on_cuda(name):
         real = getattr(prioritized, name)

@@ -1,4 +1,4 @@
-"""What README and pages say: code runs, commands are real, nothing public goes without a word."""
+"""README and pages: code runs, commands are real, and every public name is documented."""
 
 import argparse
 import importlib
@@ -93,7 +93,7 @@ STUBS = "\n".join(ECHO.format(word) for word in ("python", "make", "pip", "wandb
 
 
 def commands(page: Path) -> list[list[str]]:
-    """What a shell would run of a page, word by word."""
+    """Returns the commands of a page as a shell would run them, word by word."""
     script = "\n".join(["exec 3>&1 1>/dev/null", STUBS, "PATH=", *blocks(page, "sh")])
     shell = ["bash", "-e", "-u", "-o", "pipefail", "-c", script]
     result = subprocess.run(shell, capture_output=True, text=True, check=False)
@@ -102,11 +102,11 @@ def commands(page: Path) -> list[list[str]]:
 
 
 class Parsed(Exception):  # noqa: N818
-    """The script has read its arguments without complaint."""
+    """Raised once the script has accepted its arguments."""
 
 
 def check_script(path: Path, arguments: list[str], monkeypatch) -> None:
-    """Has a script read its arguments, and stops it there."""
+    """Lets a script read its arguments, and stops it there."""
     parse = argparse.ArgumentParser.parse_args
 
     def parse_and_stop(self, given=None, namespace=None):
@@ -123,7 +123,7 @@ def check_script(path: Path, arguments: list[str], monkeypatch) -> None:
 
 
 def check_recipe(recipe: str, arguments: list[str]) -> None:
-    """Composes runs that a command of a recipe makes, until each of its values has been in one."""
+    """Composes runs of a recipe's command until each of its values was in one."""
     overrides = [word for word in arguments if word not in ("-m", "--cfg", "job")]
     overrides = [re.sub("^data=", "data.source=", word) for word in overrides]
     seen: set[str] = set()
@@ -149,7 +149,7 @@ def check_python(words: list[str], monkeypatch) -> None:
 
 
 def check_bash(words: list[str], folder: Path, monkeypatch) -> None:
-    """Runs a script of ours with its Python commands told rather than run, and checks those."""
+    """Runs one of our scripts, printing its Python commands instead of running them."""
     script = folder / words[0]
     script.parent.mkdir(parents=True, exist_ok=True)
     script.write_text((ROOT / words[0]).read_text())
@@ -230,7 +230,7 @@ def test_every_block_is_of_a_known_kind():
 
 @pytest.mark.parametrize("page", pages(), ids=name)
 def test_links_lead_somewhere(page):
-    """From page to page as files; on the site mkdocs checks the rest."""
+    """Checks links between pages as files; mkdocs checks the rest on the site."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for link in re.findall(r"(?:\]\(|src(?:set)?=\")([^)\s\"]+)", text):
         if not re.match(r"[a-z]+:|#", link):
@@ -280,7 +280,7 @@ PARTS += ("offline", "samplers", "transforms")
 
 
 def public_names() -> list[tuple[str, object]]:
-    """Dotted names of all that is public, and what they stand for."""
+    """Returns the dotted names of everything public, and their objects."""
     found = [(f"nmer_torchrl.{n}", getattr(nmer_torchrl, n)) for n in nmer_torchrl.__all__]
     for part in PARTS:
         module = importlib.import_module(f"nmer_torchrl.{part}")
@@ -314,7 +314,7 @@ def test_every_public_name_is_in_the_reference():
 
 
 def labels(folder: Path) -> dict[str, list[str]]:
-    """What is written in each figure; numbers that were measured among it."""
+    """Returns the text in each figure, including measured numbers."""
     paths = folder.glob("*.svg")
     return {path.name: re.findall("<!-- (.*) -->", path.read_text()) for path in paths}
 

@@ -1,4 +1,4 @@
-"""The contract of folds, to which each fold in `FOLDS` is held; then what is special about some.
+"""The contract of folds, for each fold in `FOLDS`, and tests of single folds.
 
 A new fold is added to `FOLDS`.
 """
@@ -34,7 +34,7 @@ N = 64
 
 
 class Plain:
-    """Measures observation and action as they are."""
+    """Measures unscaled observations and actions."""
 
     def embed(self, batch):
         parts = [batch[key].flatten(batch.ndim) for key in ("observation", "action")]
@@ -43,7 +43,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Case:
-    """A fold, and which parts of the contract it has."""
+    """Holds a fold, and which parts of the contract it has."""
 
     make: Callable[..., Fold]
     combined: tuple = MIX_KEYS  # entries that are the weighted sum of those of the rows
@@ -54,24 +54,24 @@ class Case:
 
     @property
     def pairs(self) -> bool:
-        """Whether it folds pairs, rather than groups of any number."""
+        """Returns whether it folds pairs, rather than groups of any number."""
         return self.make().width == 2
 
     @property
     def width(self) -> int:
-        """Rows that become one."""
+        """Returns how many rows become one."""
         return 2 if self.pairs else 5
 
     @property
     def mixes(self) -> str:
-        """What it calls the entries that it mixes."""
+        """Returns the name of its argument for the entries that it mixes."""
         return "keys" if self.takes("keys") else self.make().argument
 
     def takes(self, argument: str) -> bool:
         return argument in inspect.signature(self.make).parameters
 
     def of(self, keys) -> Fold:
-        """The fold of these entries, which keeps all others on purpose."""
+        """Builds the fold of these entries, which keeps all others on purpose."""
         given = {self.mixes: (*self.beside, *keys)}
         if self.outcomes:
             given["value_keys"] = self.outcomes
@@ -104,7 +104,7 @@ def case(request) -> Case:
 
 
 def over(*arguments, exact=False):
-    """Has a test run with the folds alone that take these arguments."""
+    """Restricts a test to the folds that take these arguments."""
     held = {
         name: case
         for name, case in FOLDS.items()
@@ -114,23 +114,23 @@ def over(*arguments, exact=False):
 
 
 def make_rows(n: int = N, width: int = 2, **options) -> TensorDict:
-    """Anchors and their partners, `[n, width]`."""
+    """Builds anchors and their partners, `[n, width]`."""
     return torch.stack([make_transitions(n, seed=seed, **options) for seed in range(width)], 1)
 
 
 def weights(batch, case: Case):
-    """The weight of each row, `[n, width]`, float64."""
+    """Returns the weight of each row, `[n, width]`, in float64."""
     weight = batch["mixup_weight"].double()
     return torch.cat([weight, 1 - weight], -1) if case.pairs else weight
 
 
 def members(batch):
-    """Whose entries a row has where they are not mixed: the anchor's, unless the fold says so."""
+    """Returns whose unmixed entries a row has: the anchor's, unless the fold differs."""
     return batch.get("mixup_member", torch.zeros(len(batch), 1, dtype=torch.int64))[:, 0]
 
 
 def assert_anchors(batch, rows, case: Case, which) -> None:
-    """These rows are the anchors, to the bit, with weight 1."""
+    """Checks that these rows are exactly the anchors, with weight 1."""
     for key in (*MIX_KEYS, *OTHERS):
         torch.testing.assert_close(
             batch[key][which], rows[key][which, 0], rtol=0, atol=0, equal_nan=True
@@ -422,7 +422,7 @@ def test_mixreg_takes_the_anchors_supervision_as_often_as_its_weight_says():
 
 
 def test_mixreg_has_on_average_the_gradient_of_the_mixed_target():
-    """A squared error on many folds of one pair against the loss that mixes the two targets."""
+    """Compares the squared error of many folds of a pair with the loss of mixed targets."""
     torch.manual_seed(3)
     critic = ValueOperator(
         MLP(in_features=5, out_features=1, num_cells=[8]).double(),

@@ -1,4 +1,4 @@
-"""Gates and schedules: which rows are mixed at all."""
+"""Gates and schedules, which choose the rows that are mixed."""
 
 import copy
 import math

@@ -91,7 +91,7 @@ def test_outcomes_are_predicted_at_the_mixed_input(metric):
 
 
 def curved(n, seed=0):
-    """Rows whose outcomes are smooth, and not linear."""
+    """Builds rows with smooth, nonlinear outcomes."""
     rows = make_transitions(n, seed=seed, action=1)
     rows["observation"] = torch.rand(n, 3, generator=torch.Generator().manual_seed(seed)) * 4
     rows[NEXT] = outcome(rows["observation"], rows["action"])

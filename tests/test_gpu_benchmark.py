@@ -1,4 +1,4 @@
-"""The benchmark for people who have a GPU, on the CPU and small."""
+"""The GPU benchmark, run on the CPU at a small size."""
 
 import csv
 import os

@@ -1,4 +1,4 @@
-"""The CUDA source that KeOps generates of our formula, compiled by nvcc where it is installed.
+"""The CUDA source that KeOps generates for our formula, compiled by nvcc if installed.
 
 KeOps itself compiles by NVRTC, and asks a device for its properties before. This leaves out NVRTC's
 front end, the scheme for points of more than 146 dimensions (which depends on those properties),
@@ -20,7 +20,7 @@ from pykeops.common.parse_type import get_type  # noqa: E402
 
 
 def cuda_source(d: int, norms: int, k: int) -> str:
-    """What KeOps would give to NVRTC for points on a device, float32."""
+    """Returns what KeOps would pass to NVRTC for float32 points on a device."""
     with mock.patch.object(cuda_config, "get_cuda_version", return_value=13_000):
         from keopscore.mapreduce import gpu
 

@@ -1,4 +1,4 @@
-"""What a training loop tells a buffer, by every method and for parts of the user's own."""
+"""What a training loop reports to a buffer, for every method and for a user's own parts."""
 
 import pytest
 import torch

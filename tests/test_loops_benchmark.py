@@ -1,4 +1,4 @@
-"""The agents in plain PyTorch that the recipes are timed beside, and the benchmark itself."""
+"""The agents in plain PyTorch that the recipes are compared with, and the benchmark itself."""
 
 import importlib
 import sys
@@ -44,7 +44,7 @@ def make_rows(n):
 
 @torch.no_grad()
 def parts_of(agent):
-    """Returns networks and what else learns of a plain agent, in the order of a recipe's weights.
+    """Returns networks and other learned parts of a plain agent, in the order of a recipe.
 
     Stacked as the recipes have them: critics, and the actors of an ensemble.
     """
@@ -86,7 +86,7 @@ def parts_of(agent):
 
 @torch.no_grad()
 def copy_weights(weights, agent):
-    """Gives a plain agent the weights of a recipe's; targets are as what they follow."""
+    """Copies the weights of a recipe to a plain agent; targets equal the networks they follow."""
 
     def fill(modules, stacked):
         for module, own in zip(modules, networks.unstack(stacked), strict=True):
@@ -107,7 +107,7 @@ def copy_weights(weights, agent):
 
 
 def draw_noise(name, steps, delay):
-    """Draws what a recipe does; returns a list of normal noise and of ranks as plain agents ask."""
+    """Draws what a recipe does; returns normal noise and ranks as plain agents need them."""
     shape = (ROWS, ACTIONS)
     if name == "ddpg":
         return [], []
@@ -129,7 +129,7 @@ def draw_noise(name, steps, delay):
 
 @pytest.fixture
 def in_float64():
-    """Keeps rounding below Adam's epsilon, which would have a step go up or down by it."""
+    """Keeps rounding below Adam's epsilon, at which it would decide the sign of a step."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
@@ -198,7 +198,7 @@ def test_critics_of_a_plain_agent_learn_the_reward(name):
 
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
-    """Small networks and short episodes, and recipes in this process."""
+    """Sets small networks, short episodes, and recipes in this process."""
 
     def run(command, **_):
         start(Path(command[1]).stem, *command[2:], cwd=tmp_path)
@@ -268,7 +268,7 @@ def test_a_peer_is_told_to_be_the_same_agent(monkeypatch):
 
 
 def run_main(monkeypatch, tmp_path, *arguments):
-    """The table of `main`, with a loop's place in `LOOPS`, from 1, as its seconds."""
+    """Returns the table of `main`, with each loop's place in `LOOPS`, from 1, as its seconds."""
     asked = []
 
     def run(command, **_):

@@ -36,7 +36,7 @@ LAGGING = {
 
 
 def record(env_id: str, n: int, *, rescaled: bool = False, dtype=torch.float32) -> TensorDict:
-    """Rows of random actions, as a buffer stores them, with the whole state beside them."""
+    """Returns rows of random actions, as a buffer stores them, with the whole state."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         env = gymnasium.make(env_id, disable_env_checker=True)

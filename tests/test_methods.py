@@ -1,4 +1,4 @@
-"""Methods: what each of them is made of, what they refuse, and how one adds another."""
+"""Methods: their parts, what they refuse, and how to add one."""
 
 import inspect
 import re
@@ -168,7 +168,7 @@ def test_pages_have_what_they_derive_from_the_methods():
 
 @pytest.fixture
 def own_file(tmp_path):
-    """The file that the how-to page shows."""
+    """Provides the file that the how-to page shows."""
     (code,) = blocks(HOW_TO, "python")
     path = tmp_path / "my_methods.py"
     path.write_text(code)
@@ -191,7 +191,7 @@ def test_a_file_of_thirty_lines_trains(own_file):
 
 @pytest.fixture
 def _beside(own_file, monkeypatch):
-    """In the directory of that file."""
+    """Runs code in the directory of that file."""
     monkeypatch.chdir(own_file.parent)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(recipe_methods, "_own", set())

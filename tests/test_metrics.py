@@ -1,4 +1,4 @@
-"""One suite that holds every metric, over every search, to its equation in slow float64.
+"""One suite that compares every metric, with every search, to its equation in float64.
 
 A new metric is added to `METRICS`.
 """
@@ -74,7 +74,7 @@ def encoded(points, distances):
 
 @dataclass(frozen=True)
 class Case:
-    """A metric, its equation, and what it declares."""
+    """Holds a metric, its equation, and what it declares."""
 
     make: Callable[[], Metric]
     equation: Callable[[torch.Tensor], torch.Tensor]
@@ -144,7 +144,7 @@ def case(request) -> Case:
 
 
 def over(*names):
-    """Has a test run with these metrics alone."""
+    """Restricts a test to these metrics."""
     return pytest.mark.parametrize("case", [METRICS[name] for name in names], ids=names)
 
 
@@ -160,7 +160,7 @@ def make_buffer(metric, search="torch", *, k=4, capacity=60, **options):
 
 
 def correlated(n, seed=0, spread=1.0):
-    """Rows whose dimensions move together, so that whitening matters."""
+    """Draws rows with correlated dimensions, so that whitening matters."""
     rows = make_transitions(n, seed=seed)
     rows["observation"][:, 1] = 3.0 * rows["observation"][:, 0] + 0.1 * rows["observation"][:, 1]
     rows["action"][:, 0] += 0.2 * rows["observation"][:, 2]
@@ -169,7 +169,7 @@ def correlated(n, seed=0, spread=1.0):
 
 
 def assert_nearest(buffer, distances, k=4, recall=1.0):
-    """Each of the stored has the distances of the definition to the neighbors that are found."""
+    """Checks that the neighbors of each stored row have the distances of the definition."""
     points = stored_points(buffer.storage)
     n = len(points)
     expected = distances(points).fill_diagonal_(torch.inf)

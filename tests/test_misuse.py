@@ -1,4 +1,4 @@
-"""Wrong compositions and what each must say; right ones say nothing.
+"""Wrong compositions and their errors; correct ones give no error.
 
 A new sampler that draws several rows for an anchor, or a new fold, is added to `WRONG`.
 """
@@ -84,12 +84,12 @@ def prioritized(*transform, **options):
 
 
 def other(sampler=NeighborPairSampler):
-    """A sampler that serves another buffer."""
+    """Builds a sampler that serves another buffer."""
     return sampler()
 
 
 def single(fold):
-    """A fold where single rows are drawn."""
+    """Returns a maker of a buffer that would fold single rows, and the error to expect."""
     name = type(fold()).__name__
     return lambda **o: compose(RandomSampler(), fold(), **o), rf"{name} folds.*" + DRAWN.format(
         "RandomSampler"
@@ -97,7 +97,7 @@ def single(fold):
 
 
 def unfolded(sampler, *transform, draws=r"pairs \[B, 2\]"):
-    """A sampler of pairs where nothing folds them."""
+    """Returns a maker of a buffer that draws pairs without a fold, and the error to expect."""
     name = type(sampler()).__name__
     return lambda **o: compose(sampler(), *(t() for t in transform), **o), UNFOLDED.format(
         name, draws
@@ -214,7 +214,7 @@ def test_every_pairing_and_every_fold_is_in_the_table():
 
 
 def count_measures(sampler):
-    """A list that grows with each call of the sampler's `embed`."""
+    """Returns a list that grows with each call of the sampler's `embed`."""
     calls, embed = [], sampler.embed
     sampler.embed = lambda batch: calls.append(batch) or embed(batch)
     return calls
@@ -240,7 +240,7 @@ def test_a_sampler_that_is_replaced_leaves_no_measure_behind():
     ("fold", "rows"), [(PairMixup, 2), (MixReg, 2), (RewardMean, 2), (NeighborhoodMixup, 4)]
 )
 def test_rows_of_an_ensemble_that_look_like_pairs_are_refused(fold, rows):
-    """Two single rows of each of three members come as `[3, 2]`."""
+    """Two single rows of each of three members have the shape `[3, 2]`."""
     members = [filled(lambda: compose(RandomSampler())) for _ in range(3)]
     ensemble = ReplayBufferEnsemble(
         *members, sample_from_all=True, batch_size=3 * rows, transform=fold()
@@ -374,7 +374,7 @@ def test_a_fold_of_the_users_own_is_a_fold():
 
 
 def goals(n: int = N) -> TensorDict:
-    """Rows of a task with goals."""
+    """Builds rows of a task with goals."""
     rows = make_transitions(n)
     for name in ("achieved_goal", "desired_goal"):
         rows[name], rows["next", name] = torch.randn(n, 2), torch.randn(n, 2)
@@ -456,7 +456,7 @@ def test_one_hot_actions_that_agree_may_be_mixed():
 
 
 def test_a_task_with_discrete_actions_is_learned_from_rows_of_equal_action():
-    """CartPole by TorchRL's DQN: neighbors by observation, mixed where the actions agree."""
+    """Trains TorchRL's DQN on CartPole: neighbors by observation, mixed if actions are equal."""
     torch.manual_seed(0)
     env = TransformedEnv(GymEnv("CartPole-v1"), DoubleToFloat())
     rows = torch.cat([env.rollout(50, break_when_any_done=True) for _ in range(20)])
@@ -640,7 +640,7 @@ def test_rows_of_another_dtype_are_refused_by_what_is_stored_and_not_remembered(
 
 
 def test_writes_that_would_count_rows_that_no_one_wrote_are_refused():
-    """TorchRL's writer starts at position 0, and adds its rows to the length all the same."""
+    """TorchRL's writer starts at position 0, but adds its rows to the length."""
     storage = LazyTensorStorage(N)
     TensorDictReplayBuffer(storage=storage, batch_size=8).extend(make_transitions(20))
     buffer = TensorDictReplayBuffer(

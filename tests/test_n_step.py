@@ -1,4 +1,4 @@
-"""n-step rows of several environments, against a slow reference that knows each one's stream."""
+"""n-step rows of several environments, compared with a slow reference."""
 
 import pickle
 from collections import Counter
@@ -20,7 +20,7 @@ GAMMA = 0.9
 
 
 def make_streams(envs: int, steps: int, *, ends: float = 0.15, seed: int = 0) -> TensorDict:
-    """Rows `[envs, steps]` of episodes that end by a fall or by a limit; `identity` is (env, t)."""
+    """Builds rows `[envs, steps]` of episodes that end by a fall or a limit, with (env, t)."""
     generator = torch.Generator().manual_seed(seed)
     shape = [envs, steps]
     observation = torch.randn(envs, steps + 1, 3, generator=generator)
@@ -46,7 +46,7 @@ def make_streams(envs: int, steps: int, *, ends: float = 0.15, seed: int = 0) ->
 
 
 def reference(rows: TensorDict, n: int) -> dict[tuple[int, int], dict]:
-    """Each row of `[envs, steps]` that has n successors, by (env, t), one step after the other."""
+    """Computes each row of `[envs, steps]` that has n successors, by (env, t), step by step."""
     following = rows["next"]
     made = {}
     for env in range(rows.shape[0]):
@@ -70,7 +70,7 @@ def reference(rows: TensorDict, n: int) -> dict[tuple[int, int], dict]:
 
 
 def assert_stored(buffer: TensorDictReplayBuffer, rows: TensorDict, n: int) -> None:
-    """The buffer holds exactly the reference's rows."""
+    """Checks that the buffer holds exactly the reference's rows."""
     expected, stored = reference(rows, n), buffer.storage[: len(buffer)]
     assert Counter(map(tuple, stored["identity"].tolist())) == Counter(expected.keys())
     for row in stored:
@@ -161,7 +161,7 @@ def test_a_collector_writes_the_rows_of_its_environments(frames):
     env.set_seed(0)
 
     def remember(batch: TensorDict) -> None:
-        """As they are, with (env, t) besides."""
+        """Keeps a copy of the rows, with (env, t) added."""
         batch = batch.contiguous().clone()
         start = sum(part.shape[1] for part in seen)
         places = map(torch.arange, (0, start), (3, start + batch.shape[1]))
@@ -211,7 +211,7 @@ def test_a_collector_of_several_environments_needs_no_n_step_transform():
 
 
 def plain(kind: str = "nmer", n: int = 3) -> TensorDictReplayBuffer:
-    """Without `FlattenRows`."""
+    """Builds a buffer without `FlattenRows`."""
     buffer = make_replay_buffer(kind, capacity=1_000, batch_size=16)
     buffer.append_transform(n_step(n))
     return buffer
@@ -324,7 +324,7 @@ def test_a_pickled_buffer_goes_on():
 
 
 def test_ends_may_be_those_of_the_last_step_too():
-    """With "done" left out of `done_keys` each row has the flag of its last step."""
+    """Without "done" in `done_keys`, each row has the flag of its last step."""
     rows = make_streams(2, 40)
     buffer = make_replay_buffer("nmer", capacity=100, batch_size=8)
     buffer.append_transform(FlattenRows())

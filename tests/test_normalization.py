@@ -1,4 +1,4 @@
-"""Normalized observations, on the environment and on the buffer: what neighbors then mean."""
+"""Normalized observations, in the environment and in the buffer, and their neighbors."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ LOC, SCALE = torch.tensor([3.0, -200.0, 0.1]), torch.tensor([50.0, 0.02, 4.0])
 
 
 def play_twice(norm) -> TensorDict:
-    """The same 60 steps of a pendulum two times, raw and normalized under `normalized`."""
+    """Plays the same 60 steps of a pendulum twice: raw, and normalized by `normalized`."""
     env = TransformedEnv(GymEnv("Pendulum-v1"), Compose(DoubleToFloat(), norm))
     parts = []
     for _ in range(2):
@@ -30,7 +30,7 @@ def play_twice(norm) -> TensorDict:
 
 
 def store(rows: TensorDict, key: str) -> TensorDictReplayBuffer:
-    """A buffer whose observations are the entries of that name."""
+    """Stores the rows in a buffer whose observations are the entries of that name."""
     stored = rows.select("action", ("next", "reward"), ("next", "terminated"))
     for name in ("observation", ("next", "observation")):
         nested = (*name[:-1], key) if isinstance(name, tuple) else key
@@ -165,7 +165,7 @@ def test_an_inverse_normalization_decides_what_is_stored_and_neighbors_stay():
 
 
 def test_a_running_normalization_is_not_for_buffers():
-    """One of TorchRL's refuses it; the other scales observation and next observation apart."""
+    """One of TorchRL's refuses it; the other scales the two observations differently."""
     buffer = make_buffer(make_fold(), VecNormV2(in_keys=OBSERVATIONS))
     rows = make_transitions(80)
     rows["next", "observation"] += 100

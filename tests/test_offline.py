@@ -1,4 +1,4 @@
-"""Recorded data becomes transitions: every row as recorded, or counted as left out."""
+"""Recorded data becomes transitions: each row is kept as recorded or counted as left out."""
 
 import importlib
 import io
@@ -33,7 +33,7 @@ FLAGS = (("next", "terminated"), ("next", "truncated"), ("next", "done"))
 
 
 def make_log(n: int = 60, *, episode: int = 10, following: bool = False, seed: int = 0) -> dict:
-    """Episodes of that many steps, which end by turns in a terminal state and by a time limit."""
+    """Builds episodes of that many steps, ended by a terminal state or a time limit in turn."""
     rng = np.random.default_rng(seed)
     ends = np.arange(n) % episode == episode - 1
     limits = ends & (np.arange(n) // episode % 2 == 1)
@@ -64,7 +64,7 @@ def assert_same(left: TensorDict, right: TensorDict) -> None:
 
 @st.composite
 def logs(draw, *, following=None, limits=None, broken=True, max_steps=None):
-    """Logs of a few numbers, so that equal rows and chance matches are among them."""
+    """Draws logs of few distinct numbers, so that equal rows and chance matches occur."""
     n = draw(st.integers(1, 12))
     number = st.sampled_from([0.0, 1.0, 2.0] + [np.nan, np.inf, 1e300] * broken)
 
@@ -90,7 +90,7 @@ def logs(draw, *, following=None, limits=None, broken=True, max_steps=None):
 
 
 def by_loop(log: dict, max_steps: int | None) -> tuple[list[tuple], dict[str, int]]:
-    """What `make_transitions` does, step by step: rows as numbers, and rows left out by reason."""
+    """Does the work of `make_transitions` step by step; returns rows, and left-out rows."""
 
     def row(name: str, t: int) -> tuple[float, ...]:
         with np.errstate(over="ignore"):
@@ -627,7 +627,7 @@ def test_without_minari_the_error_says_what_to_install(write_minari, monkeypatch
 
 
 def test_a_dataset_that_would_make_an_environment_is_refused(write_minari, tmp_path):
-    """Minari makes the environment that the file names where the spaces are missing."""
+    """Minari creates the environment that the file names if the spaces are missing."""
     folder = write_minari([play(6, "limit")])
     path, marker = folder / "data" / "metadata.json", tmp_path / "executed"
     about = json.loads(path.read_text())
@@ -655,7 +655,7 @@ def test_a_dataset_that_would_make_an_environment_is_refused(write_minari, tmp_p
 
 
 def write_run(folder: Path, rows: TensorDict, capacity: int) -> None:
-    """A checkpoint with a buffer to which the rows were written one by one, as the recipes do."""
+    """Writes a checkpoint with a buffer that was filled row by row, as the recipes do."""
     buffer = make_replay_buffer("uniform", capacity=capacity, batch_size=4)
     for row in rows.exclude(("next", "truncated"), ("next", "done")):
         buffer.add(row)
@@ -807,12 +807,12 @@ class Payload:
 
 
 class Plain:
-    """Harmless."""
+    """A harmless class."""
 
 
 @pytest.fixture
 def payload(tmp_path):
-    """Something that leaves a mark if it is executed; none is left at the end."""
+    """Provides an object that leaves a mark if executed, and checks that there is none."""
     marker = tmp_path / "executed"
     yield Payload(marker)
     assert not marker.exists()
@@ -870,7 +870,7 @@ def test_public_names_have_an_example_and_are_in_the_reference():
 
 
 def test_the_page_shows_the_lines_that_are_printed(tmp_path, monkeypatch):
-    """Their names, since numbers depend on the version of the simulator."""
+    """Compares only the names, since numbers depend on the version of the simulator."""
     pages = importlib.import_module("page_helpers")  # not above: its tests are not counted
     page = ROOT / "docs" / "howto" / "robot_log.md"
     monkeypatch.chdir(tmp_path)

@@ -20,7 +20,7 @@ from nmer_recipes.policy import load_policy  # isort: skip
 
 
 def make_log(path, rows=120, *, following=True, timeouts=True, env="InvertedPendulum-v5"):
-    """Writes what random actions do in a task, in the layout of D4RL."""
+    """Records random actions in a task, in D4RL's layout."""
     task = gymnasium.make(env)
     task.action_space.seed(0)
     seen, _ = task.reset(seed=0)

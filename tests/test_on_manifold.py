@@ -1,4 +1,4 @@
-"""recipes/on_manifold.py and the rows that it collects."""
+"""recipes/on_manifold.py, and the rows that it collects."""
 
 import csv
 

@@ -1,4 +1,4 @@
-"""Tasks of a user's own: one command trains on them, kill and resume work, the policy acts."""
+"""A user's own tasks: they can be trained on, killed and resumed, and the policy acts."""
 
 import re
 import signal
@@ -29,7 +29,7 @@ SMALL = [word for word in TINY if not word.startswith("env=")]
 
 @pytest.fixture(scope="module")
 def arm(tmp_path_factory):
-    """A complete run, by one command."""
+    """Provides a complete run, made by one command."""
     folder = tmp_path_factory.mktemp("arm")
     given = ["env.kwargs.reach=2.5", "env.wrappers=[own_tasks.Doubled]", "video=true"]
     start("td3", *SMALL, *ARM, *given, cwd=folder)

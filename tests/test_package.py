@@ -1,4 +1,4 @@
-"""The package as its users get it: imports and wheel."""
+"""The package as users get it: imports and wheel."""
 
 import ast
 import importlib
@@ -144,7 +144,7 @@ def test_what_recipes_share_uses_no_recipe_and_no_benchmark():
 
 
 def imported(path: Path) -> set[str]:
-    """Modules that a file imports, by the last part of their names."""
+    """Returns the modules that a file imports, by the last part of their names."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     for node in nodes:
@@ -154,7 +154,7 @@ def imported(path: Path) -> set[str]:
 
 
 def test_no_test_module_imports_another():
-    """What they share is in plain modules beside them, and fixtures are in `conftest.py`."""
+    """Shared code is in plain modules, and fixtures are in `conftest.py`."""
     files = sorted((ROOT / "tests").rglob("*.py"))
     modules = {path.stem for path in files if path.stem.startswith("test_")} | {"conftest"}
     assert len(modules) > 50

@@ -1,4 +1,4 @@
-"""The contract of pairings: every unit, beside every sampler of single rows, under every fold.
+"""The contract of pairings: every unit, with every sampler of single rows and every fold.
 
 A new pairing is added to `UNITS`.
 """
@@ -57,7 +57,7 @@ TINY = 1e-4  # see test_functional
 
 
 def episode(n: int = N, seed: int = 0) -> TensorDict:
-    """Rows of one episode: each starts where the one before ended."""
+    """Builds the rows of an episode: each starts where the previous one ended."""
     rows = make_transitions(n, seed=seed)
     rows["next", "observation"][:-1] = rows["observation"][1:]
     rows["next", "done"][:] = False
@@ -65,26 +65,26 @@ def episode(n: int = N, seed: int = 0) -> TensorDict:
 
 
 def near(unit, storage, anchor, partner, newest) -> None:
-    """Partners are among the nearest neighbors."""
+    """Checks that partners are among the nearest neighbors."""
     found = unit.neighbors(storage, anchor)
     assert_neighbors(stored_points(storage), anchor, found)
     assert (partner.unsqueeze(2) == found.unsqueeze(1)).any(2).all()
 
 
 def another(unit, storage, anchor, partner, newest) -> None:
-    """Partners are any rows but the anchors."""
+    """Checks that partners are other rows than their anchors."""
     assert (partner != anchor.unsqueeze(1)).all()
 
 
 def following(unit, storage, anchor, partner, newest) -> None:
-    """Partners are the rows that followed; the newest has none."""
+    """Checks that partners are the next rows; the newest row has none."""
     expected = torch.where(anchor == newest, anchor, (anchor + 1) % len(storage))
     assert torch.equal(partner, expected.unsqueeze(1))
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A pairing, and its definition: what checks partners `[B, m]` of anchors `[B]`."""
+    """Holds a pairing, and its definition: a check of partners `[B, m]` of anchors `[B]`."""
 
     make: Callable[[], Pairing]
     check: Callable[..., None]
@@ -124,7 +124,7 @@ def make(unit, sampler=None, *, storage=None, buffer=TensorDictReplayBuffer, **o
 
 
 def check(unit, buffer, batch, newest: int = N - 1) -> None:
-    """The batch is what the definitions make of the rows stored now."""
+    """Checks that the batch follows from the definitions and the rows stored now."""
     stored, index = buffer.storage[:], batch["index"]
     definition = DEFINITIONS[type(unit)]
     assert index.shape == (len(batch), definition.width)
@@ -194,7 +194,7 @@ def test_writes_of_every_kind_are_taken_up(unit, storage):
 
 
 def test_announced_writes_are_read_alone(unit):
-    """A unit hears of writes through the storage; new rows do not cost a reading of all."""
+    """The storage announces writes to a unit; new rows do not make it read all rows."""
     buffer = make(unit)
     buffer.extend(episode(40))
     loop.synchronize(buffer)
@@ -255,7 +255,7 @@ def test_a_generator_decides_about_partners():
     ],
 )
 def test_samplers_of_pairs_are_uniform_anchors_beside_a_unit(sampler, name):
-    """With the same seed both draw the same anchors and the same partners."""
+    """With the same seed, both draw the same anchors and the same partners."""
     sampler = sampler()
     both = TensorDictReplayBuffer(
         storage=LazyTensorStorage(N),
@@ -351,7 +351,7 @@ def test_a_sampler_of_pairs_draws_by_the_generator_of_its_unit():
 
 
 def test_a_unit_of_a_member_is_not_ignored_by_an_ensemble():
-    """TorchRL's ensemble does not ask its members' units, so the fold gets single rows."""
+    """TorchRL's ensemble does not use its members' units, so the fold gets single rows."""
     members = [make(RandomPairs()) for _ in range(2)]
     for member in members:
         member.extend(episode())

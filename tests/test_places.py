@@ -1,4 +1,4 @@
-"""Where the recipes keep rows and points, and what they say of the memory that this takes."""
+"""Where the recipes store rows and points, and what they say about the memory."""
 
 import contextlib
 import gc
@@ -21,7 +21,7 @@ from nmer_recipes.runs import Run  # isort: skip
 
 @contextlib.contextmanager
 def pretending():
-    """A pretended device whose events are over at once; tensordicts wait for one of them."""
+    """Simulates a device whose events have always finished; tensordicts wait for one of them."""
     with pretend_cuda() as waits, mock.patch("torch.cuda.Event"):
         yield waits
 

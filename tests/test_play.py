@@ -1,4 +1,4 @@
-"""What a run has learned: its policies, loaded, played, filmed and exported."""
+"""What a run has learned: its policies are loaded, played, filmed and exported."""
 
 import gc
 import os
@@ -27,7 +27,7 @@ FIRST = 10_000  # seed of the first episode of every evaluation
 
 @pytest.fixture(scope="module", params=ALGORITHMS)
 def run(request, tmp_path_factory):
-    """A complete run and its rows of metrics."""
+    """Provides a complete run and its rows of metrics."""
     directory = tmp_path_factory.mktemp("play") / request.param
     task = ["env=InvertedDoublePendulum", "eval_episodes=2", "eval_every=6"]
     rows = train(request.param, directory, *task)
@@ -79,7 +79,7 @@ def test_playing_tells_films_and_exports(run, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Two runs of one task with different replay methods."""
+    """Provides two runs of one task with different replay methods."""
     folder = tmp_path_factory.mktemp("pair")
     for seed, method in enumerate(("uniform", "nmer")):
         task = ["env=InvertedDoublePendulum", f"seed={seed}"]

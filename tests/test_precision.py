@@ -1,4 +1,4 @@
-"""Losses in bfloat16: near those in float32, with float32 for all but the matrix products."""
+"""Losses in bfloat16 are close to those in float32; only matrix products use bfloat16."""
 
 import contextlib
 import functools
@@ -54,7 +54,7 @@ def state_of(agent, optimizers):
 
 
 def take_step(algorithm, precision, *options):
-    """One step: its results, its gradients, how weights and targets moved, and all its tensors."""
+    """Takes a step; returns results, gradients, changes of weights and targets, and all tensors."""
     agent, cfg, recipe = make_small(algorithm, precision, *options)
     update, optimizers = recipe.make_update(cfg, agent)
     state = state_of(agent, optimizers)

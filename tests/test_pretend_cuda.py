@@ -1,4 +1,4 @@
-"""The pretended device catches the faults that a real one would, and counts waits exactly."""
+"""The simulated device detects the faults that a real one would, and counts waits exactly."""
 
 import copy
 import io

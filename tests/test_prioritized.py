@@ -1,4 +1,4 @@
-"""Priorities: of rows (`per`) and of rows that are mixed from two (`per_nmer`)."""
+"""Priorities of single rows (`per`) and of mixed pairs (`per_nmer`)."""
 
 import copy
 import re
@@ -54,7 +54,7 @@ def set_priorities(buffer, values) -> None:
 
 
 def give_errors(buffer, seed=0) -> None:
-    """A batch is drawn and told its errors, as in training."""
+    """Draws a batch and reports its errors, as in training."""
     batch = buffer.sample()
     batch["td_error"] = torch.rand(len(batch), generator=torch.Generator().manual_seed(seed)) * 5
     buffer.update_tensordict_priority(batch)

@@ -1,4 +1,4 @@
-"""What a release needs: one version, workflows whose commands exist, a wheel of nothing else."""
+"""What a release needs: one version, workflows with existing commands, a clean wheel."""
 
 import re
 import subprocess
@@ -79,7 +79,7 @@ def test_publishing_waits_for_the_checks_and_an_approval():
 
 
 def test_a_release_runs_the_first_example_of_the_readme():
-    """The command that takes it out of the README gives the block that the README shows first."""
+    """The command that extracts it from the README gives the first block shown there."""
     (script,) = [
         step["run"] for step in steps(read(".github/workflows/release.yml")) if "awk" in str(step)
     ]
@@ -100,7 +100,7 @@ def test_issue_forms_ask_for_scripts_that_exist(path):
 
 
 def test_the_image_copies_what_it_is_given():
-    """Docker sees only what `.dockerignore` lets through."""
+    """Docker sees only the files that `.dockerignore` does not exclude."""
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     seen = {line.removeprefix("!") for line in ignored if line.startswith("!")}
     copied = set()

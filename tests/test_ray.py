@@ -1,4 +1,4 @@
-"""Environments on Ray workers; those tests that start some do so on a cluster of two nodes."""
+"""Environments on Ray workers; tests that start some use a cluster of two nodes."""
 
 import contextlib
 import csv
@@ -44,7 +44,7 @@ def cluster():
 
 
 def make_remote(*overrides: str):
-    """A collector as the recipe makes it, and the policy that it sends the weights of."""
+    """Builds a collector as the recipe does, and the policy whose weights it sends."""
     import td3
 
     cfg = make_config("td3", *TASK, *overrides)
@@ -129,7 +129,7 @@ def test_workers_act_at_random_and_then_by_the_learners_weights(cluster):
 
 
 def where(worker) -> tuple[str, int]:
-    """Node and process of a worker."""
+    """Returns node and process of a worker."""
     import ray
 
     look = worker.__ray_call__.remote(

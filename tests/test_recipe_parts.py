@@ -1,4 +1,4 @@
-"""What the recipes share: the paper's settings, tasks that stop and go on, streams."""
+"""What the recipes share: the paper's settings, resumable tasks, random streams."""
 
 import csv
 import json
@@ -222,7 +222,7 @@ def test_a_restored_task_takes_the_same_path(name, version):
 
 
 class Ending(gymnasium.Env):
-    """Terminates on the very step of its time limit."""
+    """Terminates at the step of its time limit."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (2,))
     action_space = gymnasium.spaces.Box(-3, 5, (1,))

@@ -1,4 +1,4 @@
-"""The recipes themselves, as a user starts them, on small budgets."""
+"""The recipes as a user starts them, with small budgets."""
 
 import json
 import math

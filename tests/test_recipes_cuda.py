@@ -1,4 +1,4 @@
-"""The recipes on CUDA: on a real device where there is one, else on a pretended one."""
+"""The recipes on CUDA: on a real device if there is one, else on a simulated one."""
 
 import json
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ COPIES = {
 
 
 def waits(method: str) -> dict[str, int]:
-    """How often a frame waits for the device. KeOps waits for its own reduction."""
+    """Returns how often a frame waits for the device. KeOps waits for its own reduction."""
     searches = "search" in option_names(METHODS[method])
     return {"to_host": COPIES.get(method, 1)} | ({"keops": 1} if searches else {})
 

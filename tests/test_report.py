@@ -1,4 +1,4 @@
-"""From runs to tables: numbers against hand-computed ones, and every kind of bad input."""
+"""From runs to tables: numbers compared with hand-computed ones, and all kinds of bad input."""
 
 import csv
 import json
@@ -73,7 +73,7 @@ def make_run(returns=None, source="", **changes):
 
 
 def constant_runs(scores, **changes):
-    """A run for each score, whose every evaluation is that score."""
+    """Builds a run for each score, all of whose evaluations equal that score."""
     return [
         make_run([score] * 20, f"{changes}{seed}", seed=seed, **changes)
         for seed, score in enumerate(scores)
@@ -322,7 +322,7 @@ def test_the_pooled_table_by_hand():
 
 
 def test_methods_that_the_paper_quotes_have_its_change_and_ours():
-    """The paper's Table 2, from runs of NMER alone."""
+    """Makes the paper's Table 2 from runs of NMER alone."""
     scores = {"Ant": 2000, "HalfCheetah": 8000, "Hopper": 3000, "Walker2d": 4000}
     runs = []
     for env, score in scores.items():
@@ -920,7 +920,7 @@ def test_missing_times_are_not_needed():
 
 
 def write_sweep(root):
-    """Two methods, two ratios, four and three seeds, on two tasks."""
+    """Writes runs of two methods, two ratios, four and three seeds, on two tasks."""
     for env in ("Hopper", "Ant"):
         for kind, ratio, base in (("uniform", 1, 100), ("nmer", 1, 150), ("nmer", 20, 300)):
             for seed in range(4 if env == "Hopper" else 3):
@@ -973,7 +973,7 @@ def test_the_whole_report(tmp_path, capsys):
 
 
 def rows_of(page):
-    """Lines of Markdown tables, each table as a list of lists."""
+    """Returns the lines of Markdown tables, each table as a list of lists."""
     blocks = re.findall(r"(?:^\|.*\|\n)+", page, flags=re.MULTILINE)
     return [
         [re.split(r"(?<!\\)\|", line.strip())[1:-1] for line in block.splitlines()]

@@ -1,4 +1,4 @@
-"""The commands behind the paper's tables, and what they are said to compute."""
+"""The commands for the paper's tables, and the amount of work that they are said to do."""
 
 import csv
 import re
@@ -77,7 +77,7 @@ def test_tables_share_the_runs_that_they_have_in_common():
 
 @pytest.mark.parametrize("name", ["main", "additional", "sunrise"])
 def test_a_report_of_a_table_has_the_numbers_of_the_paper(name):
-    """From the runs of that table alone, without those of others."""
+    """Uses the runs of that table alone."""
     runs = []
     for cell in TABLES[name]:
         cfg = make_config(

@@ -1,4 +1,4 @@
-"""The results page: what it says is what the committed runs give."""
+"""The results page: its statements follow from the committed runs."""
 
 import csv
 import importlib
@@ -22,7 +22,7 @@ RUNS = sorted(path.parent for path in RESULTS.rglob("metrics.csv"))
 
 
 def test_reports_are_those_of_the_runs(tmp_path, monkeypatch):
-    """By the command that the page names, without a run: it makes every report anew."""
+    """Makes every report again by the command that the page names, without any run."""
     made = tmp_path / "docs" / "results"
     shutil.copytree(RESULTS, made, ignore=shutil.ignore_patterns("*.png", "*.tex", "report.md"))
     (tmp_path / "recipes").symlink_to(RECIPES)
@@ -45,7 +45,7 @@ def test_reports_are_those_of_the_runs(tmp_path, monkeypatch):
 
 
 def test_every_table_is_that_of_a_report():
-    """Whole tables: no row is left out, and each stands under its own header."""
+    """Compares whole tables: no row is left out, and each is below its own header."""
     reports = [(part / "report.md").read_text() for part in PARTS]
     page = (ROOT / "docs" / "results.md").read_text()
     shown = re.findall(r"(?:^\|.*\n)+", page, flags=re.MULTILINE)
@@ -69,7 +69,7 @@ def test_runs_are_complete_and_say_nothing_of_the_machine():
 
 
 def series(part: str, env: str, method: str) -> list[pd.DataFrame]:
-    """The evaluations of each seed after the random frames."""
+    """Returns the evaluations of each seed after the random frames."""
     tables = {}
     for run in (RESULTS / part).glob("env=*"):
         config = yaml.safe_load((run / "config.yaml").read_text())
@@ -85,7 +85,7 @@ def series(part: str, env: str, method: str) -> list[pd.DataFrame]:
 
 
 def says(sentence: str, page: str = "docs/results.md") -> None:
-    """Fails unless these words are on the page, whatever its line breaks."""
+    """Fails unless the sentence is on the page, regardless of line breaks."""
     words = " ".join((ROOT / page).read_text().replace("**", "").split())
     assert " ".join(sentence.split()) in words, sentence
 
@@ -113,9 +113,8 @@ def test_words_on_walker():
     uniform, nmer = (series("main", "Walker2d", method) for method in ("uniform", "nmer"))
     areas = by_seed("main", "Walker2d", "area")
     assert (len(areas), min(areas) > 0) == (4, True)
-    says(
-        f"The area is larger in each of four seeds, by {range_of(areas)}, the final score in three"
-    )
+    larger = f"The area is larger in each of four seeds, by {range_of(areas)}"
+    says(f"{larger}, and the final score in three of them.")
     lengths = pd.concat([each["eval/length"].tail(11) for each in uniform + nmer])
     says(f"episodes last {range_of(lengths)} of 1,000 steps on average")
     for one, other in zip(uniform, nmer, strict=True):
@@ -131,7 +130,7 @@ def test_words_on_hopper():
     assert seeds == [0, 1, 4 + 1]
     says("Two runs with uniform replay (seeds 0 and 1) and one with NMER (seed 1) learned to stand")
     later = range_of([f.iloc[-1] - f.iloc[0] for f in stands if len(f)])
-    says(f"did so for the last time {later} frames later")
+    says(f"Each stopped doing so {later} frames later")
 
 
 def test_words_on_the_pendulum():
@@ -140,8 +139,8 @@ def test_words_on_the_pendulum():
         tables = series("pendulum", "InvertedDoublePendulum", method)
         first[method] = range_of([t.frames[t["eval/length"] == 1000].iloc[0] for t in tables])
     says(
-        "the first evaluation of 1,000 steps in all episodes comes at frames "
-        f"{first['nmer']}, with uniform replay at {first['uniform']};"
+        "the first evaluation in which all episodes last 1,000 steps is at frame "
+        f"{first['nmer']}, and with uniform replay at {first['uniform']}."
     )
 
 
@@ -150,7 +149,7 @@ def test_words_on_time_and_on_other_pairs():
     for env in ("HalfCheetah", "Hopper", "Walker2d"):
         seconds = table("main", env).seconds_per_run
         shares.append(100 * (seconds["nmer"] / seconds["uniform"] - 1))
-    says(f"By task NMER's runs took {range_of(shares)} % longer on average")
+    says(f"Depending on the task, NMER's runs took {range_of(shares)} % longer on average")
     scores = [each.score.iloc[-1] for each in series("main", "HalfCheetah", "uniform")]
     says(f"within the range of our four with uniform replay, {range_of(scores, '.0f')} (")
 
@@ -239,7 +238,7 @@ def enumerate_words(words) -> str:
 
 
 def test_words_on_agents():
-    """The table of the agents page, row by row."""
+    """Compares the table of the agents page, row by row."""
     found = {}
     for run in (RESULTS / "learn").glob("*env=*"):
         config = yaml.safe_load((run / "config.yaml").read_text())

@@ -1,4 +1,4 @@
-"""Rows that do not fit are refused before anything of them is stored."""
+"""Rows that do not fit are refused before anything is stored."""
 
 import pytest
 import torch

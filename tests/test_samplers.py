@@ -36,7 +36,7 @@ def make_buffer(sampler=None, *, capacity=100, storage=LazyTensorStorage, batch_
 
 
 def draw(buffer, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Anchors and partners of a large batch."""
+    """Returns anchors and partners of a large batch."""
     anchor, partner = buffer.sampler.sample(buffer.storage, n)[0].unbind(1)
     return anchor, partner
 
@@ -328,7 +328,7 @@ def test_random_partner_of_a_single_row_is_itself():
 
 def test_a_search_of_ones_own():
     class Slow:
-        """The definition, point by point."""
+        """Computes the definition point by point."""
 
         def __init__(self):
             self.clear()

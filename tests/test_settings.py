@@ -83,7 +83,7 @@ RESOLVED_NUMBERS = ("${paper:", "${share:", "${alpha}")
 
 
 def read_all() -> dict[str, list]:
-    """Every setting of every config file, with the values that it has there."""
+    """Returns every setting of every config file, with its values there."""
     found: dict[str, list] = {}
     for path in sorted((RECIPES / "conf").rglob("*.yaml")):
         tree = {k: v for k, v in settings._load(path).items() if k not in ("hydra", "defaults")}
@@ -101,7 +101,7 @@ def is_numeric(value) -> bool:
 
 
 def one_setting(name: str, value):
-    """A config that holds this setting alone."""
+    """Builds a config with only this setting."""
     for part in reversed(name.split(".")):
         value = {part: value}
     return OmegaConf.create(value)
@@ -236,7 +236,7 @@ def test_every_number_of_a_method_is_checked():
 
 
 def check_names(recipe: str, *overrides: str) -> None:
-    """As a job does, with the groups chosen by these overrides."""
+    """Checks names as a job does, with the groups that these overrides choose."""
     config.register_resolvers()
     with initialize_config_dir(str(RECIPES / "conf"), version_base="1.3"):
         whole = compose(recipe, list(overrides), return_hydra_config=True)
@@ -365,7 +365,7 @@ def test_a_wrong_setting_is_told_without_a_traceback(tmp_path):
 
 
 def test_every_run_of_a_sweep_refuses_what_nothing_reads(tmp_path, monkeypatch, capsys):
-    """With config files of the user's own only the job can tell which settings there are."""
+    """With the user's own config files, only the job knows which settings exist."""
     (tmp_path / "mine" / "env").mkdir(parents=True)
     (tmp_path / "mine" / "env" / "Own.yaml").write_text("name: Own\nid: Own-v0\nextra: 1\n")
     words = ["--config-dir", "mine", "-m", "env=Own", "env.extra=2", "+foo=1,2", "logger=none"]

@@ -1,4 +1,4 @@
-"""New examples on request, the same examples otherwise, and the workflows that run both."""
+"""Property tests draw new examples on request and the same ones otherwise; workflows run both."""
 
 import os
 import re

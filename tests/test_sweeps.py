@@ -1,4 +1,4 @@
-"""Several runs by one command: on this machine, and as jobs."""
+"""Several runs by one command, on this machine and as jobs."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Successors against a reference that knows the true episodes, and against the bare definition."""
+"""Successors, compared with the true episodes and with the bare definition."""
 
 import copy
 import pickle
@@ -28,7 +28,7 @@ RECIPE = (*MINIMAL, ("next", "terminated"))
 
 
 class Worlds:
-    """Environments whose every state is new, and what became of each transition."""
+    """Holds environments in which every state is new, and the transitions that were made."""
 
     def __init__(self, environments: int, seed: int = 0, end: float = 0.2):
         self.generator = torch.Generator().manual_seed(seed)
@@ -41,7 +41,7 @@ class Worlds:
         return torch.randn(3, generator=self.generator)
 
     def step(self, environment: int):
-        """A transition, and its name: episode, step, whether the episode went on."""
+        """Returns a transition and its name: episode, step, and whether the episode continued."""
         state, following = self.states[environment], self.normal()
         chance = float(torch.rand((), generator=self.generator))
         terminated, truncated = chance < self.end / 2, self.end / 2 <= chance < self.end
@@ -68,14 +68,14 @@ class Worlds:
         return row, name
 
     def rows(self, n: int, turns: int = 1):
-        """Rows of the environments in turns of so many steps."""
+        """Returns rows of the environments, in turns of this many steps."""
         environments = [(i // turns) % len(self.states) for i in range(n)]
         rows, names = zip(*[self.step(e) for e in environments], strict=True)
         return torch.stack(list(rows)), list(names)
 
 
 class Reference:
-    """A ring of names."""
+    """Keeps a ring of names."""
 
     def __init__(self, capacity: int):
         self.capacity = capacity
@@ -149,7 +149,7 @@ def test_successors_are_those_of_the_true_episodes(entries, data):
 
 
 def by_definition(rows, order) -> list[int]:
-    """The successors in the words of `SuccessorPairs`, row by row."""
+    """Computes successors by the docstring of `SuccessorPairs`, row by row."""
     found = [-1] * len(order)
     starts, ends = rows["observation"].tolist(), rows["next", "observation"].tolist()
     goes_on = (~rows["next", "terminated"]).squeeze(-1).tolist()
@@ -258,7 +258,7 @@ def test_an_overwritten_successor_leaves_the_row_to_itself():
 
 
 def test_the_newest_row_is_not_followed_by_the_oldest():
-    """A circle of states, so that contents alone would close it."""
+    """States form a circle, so that contents alone would close it."""
     ring = torch.arange(6.0).unsqueeze(1).expand(6, 3)
     rows = make_transitions(6)
     rows["next", "done"][:] = False
@@ -349,7 +349,7 @@ def test_writes_that_continue_the_ring_match_the_new_rows_alone(monkeypatch):
 
 @pytest.mark.parametrize("positions", [[1, 2], [0, 2, 1], [4, 5, 0], [5, 4]])
 def test_a_writer_that_leaves_the_ring_is_followed_by_position(positions):
-    """What it wrote last is then the newest, and positions go up to it from the one after it."""
+    """The last written row is then the newest, and the others are ordered by position."""
     sampler, storage = TemporalPairSampler(), LazyTensorStorage(6)
     rows, _ = Worlds(1, end=0.0).rows(12)
 

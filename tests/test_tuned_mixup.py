@@ -1,4 +1,4 @@
-"""What a tuned alpha learns; as a fold it is held to the contract of `test_folds.py`."""
+"""How alpha is learned; `test_folds.py` tests the contract as a fold."""
 
 import pickle
 

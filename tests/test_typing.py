@@ -1,4 +1,4 @@
-"""What type checkers say: names are checked, and the documentation's code passes in strict mode.
+"""Type checkers: names are checked, and the documentation's code passes in strict mode.
 
 mypy runs with the settings of pyproject.toml: strict, but the names of TorchRL and tensordict are
 `Any`, since neither ships types. (mypy 2.4 crashes when it is told to read tensordict's source.)
@@ -139,7 +139,7 @@ Errors = dict[str, list[tuple[int, str]]]  # by file: line and message
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Files to check: one for each page of the documentation, a right one and a wrong one."""
+    """Provides files to check: one for each page, a correct one and a wrong one."""
     folder = tmp_path_factory.mktemp("typing")
     for page in pages():
         if code := blocks(page, "python"):
@@ -191,7 +191,7 @@ def errors(request) -> Errors:
 
 
 def test_pages_and_right_calls_pass_in_strict_mode_and_wrong_calls_do_not(errors, folder):
-    """One test for each checker, since each takes long to run."""
+    """Runs one test for each checker, since each takes long to start."""
     assert len(list(folder.glob("page_*.py"))) > 10
     assert {file: found for file, found in errors.items() if file.startswith("page_")} == {}
     told = "name each method in nmer_torchrl/typed.py, by the type of its sampler"

@@ -1,4 +1,4 @@
-"""The recipes' updates: right, the same compiled and recorded, and free of waits for the device."""
+"""The recipes' updates: correct, equal when compiled or recorded, without device waits."""
 
 import contextlib
 import functools
@@ -20,7 +20,7 @@ from nmer_recipes.compiling import Captured  # isort: skip
 
 
 def state_of(agent, optimizers):
-    """Every tensor that an update changes."""
+    """Returns every tensor that an update changes."""
     moments = [s for o in optimizers.values() for s in tree_leaves(list(o.state.values()))]
     return [*agent.parameters(), *agent.buffers(), *moments]
 
@@ -104,7 +104,7 @@ def test_the_policy_of_sac_is_the_tanh_of_a_gaussian():
 
 
 def layers_of(network):
-    """The layers of a network and where each stands: its `nn.Sequential` and its number there."""
+    """Yields the layers of a network, each with its `nn.Sequential` and its index there."""
     for number, layer in enumerate(network):
         if isinstance(layer, torch.nn.Sequential):
             yield from layers_of(layer)
@@ -274,7 +274,7 @@ def test_generated_code_gives_the_numbers_of_the_steps(tmp_path, monkeypatch):
 
 
 class Recording(TorchDispatchMode):
-    """What a CUDA graph is, on the CPU: operations on fixed memory, to be run again as they were.
+    """Imitates a CUDA graph on the CPU: records operations on fixed memory and runs them again.
 
     Recording changes nothing: what `kept` holds is put back at the end.
     """

@@ -38,7 +38,7 @@ def read(path: Path) -> dict:
 
 
 def draw(sweep: dict, most: int) -> list[dict]:
-    """What the service would hand out: all runs of a grid, `most` of a search."""
+    """Draws what the service would: all runs of a grid, or `most` runs of a search."""
     if sweep["method"] == "grid":
         drawn = [run for run in sweeps.next_runs(sweep, [], n=10_000) if run is not None]
         return [run.config for run in drawn]
@@ -55,7 +55,7 @@ def draw(sweep: dict, most: int) -> list[dict]:
 
 
 def command_line(drawn: dict) -> list[str]:
-    """The arguments that `wandb agent` makes of it for `${args_no_hyphens}`."""
+    """Returns the arguments that `wandb agent` makes from it for `${args_no_hyphens}`."""
     plain = {
         name: {"value": getattr(v["value"], "item", lambda v=v: v["value"])()}
         for name, v in drawn.items()
@@ -64,7 +64,7 @@ def command_line(drawn: dict) -> list[str]:
 
 
 def covering(lines: list[list[str]]) -> list[list[str]]:
-    """A few of the lines that hold every argument of them all; to compose one takes long."""
+    """Returns a few lines that contain every argument, since composing one takes long."""
     missing, chosen = set().union(*lines), []
     while missing:
         line = max(lines, key=lambda line: len(missing.intersection(line)))
@@ -254,7 +254,7 @@ def service(tmp_path):
 
 
 def inspect(directory: Path) -> list[dict]:
-    """What an offline run would send, as wandb itself reads it."""
+    """Returns what an offline run would send, as wandb itself reads it."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(directory)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     return [json.loads(line) for line in result.stdout.splitlines()]

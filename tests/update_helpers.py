@@ -14,7 +14,7 @@ ROWS, OBSERVATIONS, ACTIONS = 16, 4, 2
 
 
 def make_agent(algorithm, *overrides, device=CPU):
-    """An agent, its config and its module; the same each time."""
+    """Builds an agent, its config and its module; the same each time."""
     recipe = importlib.import_module(algorithm)
     small = ["hidden=[8,8]", "critic_hidden=${hidden}", f"batch_size={ROWS}", "compile=false"]
     cfg = make_config(algorithm, *small, *overrides)

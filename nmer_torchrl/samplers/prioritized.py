@@ -135,7 +135,9 @@ class CheckedPrioritizedSampler(StateFile, PrioritizedSampler):
         """Returns priorities as float32; raises an error if they are not valid."""
         priority = torch.as_tensor(priority).detach().to(self.device)
         if priority.is_complex():
-            raise TypeError(f"A priority is a real number, but {priority.dtype} was given.")
+            raise TypeError(
+                f"A priority is a real number, but {priority.dtype} was given; give floats."
+            )
         priority = priority.to(self.dtype)
         # The sum of their powers over all rows must be finite, too.
         limit = (_FLOAT32.max / self.max_size) ** (1 / max(self.alpha, 1.0))

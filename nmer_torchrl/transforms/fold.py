@@ -105,7 +105,7 @@ class Fold(Transform, ABC):
         return self.fold(tensordict)
 
     def kept(self, rows: TensorDictBase) -> Tensor:
-        """Returns, as booleans `[*B]`, which anchors of rows `[*B, 1 + m]` are not mixed.
+        """Returns booleans `[*B]`: which anchors of rows `[*B, 1 + m]` are not mixed.
 
         Gates may draw random numbers. Draw weights first, so that gates do not change them.
         """

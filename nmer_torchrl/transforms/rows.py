@@ -33,7 +33,7 @@ def is_terminal(rows: TensorDictBase, terminated_key: NestedKey, dims: int) -> T
 
 
 def kept_anchors(rows: TensorDictBase, terminated_key: NestedKey | None, dims: int) -> Tensor:
-    """Returns, as booleans `[*B]`, which anchors of rows `[*B, 1 + m]` are not mixed."""
+    """Returns booleans `[*B]`: which anchors of rows `[*B, 1 + m]` are not mixed."""
     if terminated_key is None:
         kept = torch.zeros(rows.shape[:dims], dtype=torch.bool, device=device_of(rows))
     else:

@@ -117,13 +117,19 @@ class Policy(nn.Module):
 
     def _flatten(self, observation: dict[str, Any]) -> NDArray[Any]:
         if self.entries is None:
-            raise ValueError("The observation is a dict, but the policy expects an array.")
+            raise ValueError(
+                "The observation is a dict, but this policy takes an array; give one of shape "
+                f"[{self.actor_width}]."
+            )
         parts = []
         for path in self.entries:
             part: Any = observation
             for key in path:
                 if key not in part:
-                    raise ValueError(f"The observation has no {'.'.join(path)!r}.")
+                    raise ValueError(
+                        f"The observation has no {'.'.join(path)!r}; give all entries that the "
+                        "policy was trained on."
+                    )
                 part = part[key]
             parts.append(np.asarray(part))
         axes = max(1, *(part.ndim for part in parts))  # an entry of one number has an axis less

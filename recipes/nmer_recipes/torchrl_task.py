@@ -53,7 +53,10 @@ class TorchRLTask(gymnasium.Env):
             ["observation"] if "observation" in keys else [key for key in keys if key != _COUNTER]
         )
         if not self._keys:
-            raise UsageError(f"env.id={path} has no observation in its observation spec.")
+            raise UsageError(
+                f"env.id={path} has no observation in its observation spec; add one, or give "
+                "another environment."
+            )
         boxes = {
             _name(key): _as_box(made.observation_spec[key], f"{path}: observation {key!r}")
             for key in self._keys

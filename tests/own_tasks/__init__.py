@@ -1,4 +1,4 @@
-"""A package such as a user has: tasks, wrappers and a TorchRL environment, none of them ours."""
+"""A package like a user's own: tasks, wrappers and a TorchRL environment."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Arm(gymnasium.Env):
 
 
 class Goal(gymnasium.Env):
-    """Has a goal beside `state`, which alone does not determine it, and offers no state."""
+    """Has a goal in addition to `state`, which does not determine it, and offers no state."""
 
     observation_space = Box(-9, 9, (2,))
     action_space = Box(-1, 1, (1,))
@@ -68,7 +68,7 @@ class Goal(gymnasium.Env):
 
 
 class Faulty(Goal):
-    """Has what the recipes cannot train on, as `fault` says."""
+    """Has one of the faults that the recipes refuse, chosen by `fault`."""
 
     def __init__(self, fault: str) -> None:
         self.fault = fault
@@ -113,14 +113,14 @@ class Doubled(gymnasium.RewardWrapper):
         return 2 * reward
 
     def get_state(self) -> None:
-        """Has no state, and says so."""
+        """Returns None, because there is no state."""
 
     def set_state(self, state: None) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
 
 class Unspoken(Doubled):
-    """Says nothing about its state."""
+    """Has no `get_state`."""
 
     get_state = None
 
@@ -130,7 +130,7 @@ def not_a_wrapper(env: gymnasium.Env) -> str:
 
 
 def make_swing(scale: float = 1.0) -> TransformedEnv:
-    """A TorchRL environment that only TorchRL has."""
+    """Builds an environment that exists only in TorchRL."""
     return TransformedEnv(PendulumEnv(), Compose(RewardScaling(0.0, scale), StepCounter()))
 
 

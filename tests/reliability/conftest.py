@@ -13,13 +13,13 @@ IMPORTED += ["gymnasium.envs.mujoco.inverted_pendulum_v5"]
 
 @pytest.fixture(scope="session")
 def soak() -> int:
-    """How many times longer than in CI the tests run, at least 1."""
+    """Returns how many times longer than in CI the tests run, at least 1."""
     return times(1)
 
 
 @pytest.fixture(scope="session")
 def processes() -> Iterator[BaseContext]:
-    """Starts processes, TorchRL's too, in which what they need has been imported already."""
+    """Starts processes, also TorchRL's, from one that has already imported what they need."""
     before = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method("forkserver", force=True)
     context = multiprocessing.get_context("forkserver")

@@ -1,4 +1,4 @@
-"""What a batch of each kind is by its definition, recomputed in float64 from what is stored.
+"""Definitions of each method's batch, recomputed in float64 from the stored rows.
 
 A new method is added to `DEFINITIONS`, at the end.
 """
@@ -21,7 +21,7 @@ OTHERS = ("identity", ENDED, ("next", "done"))
 
 
 class Stored:
-    """The rows of a storage `[n]`, which of them are finite, and Z-scored points of those."""
+    """Holds the rows of a storage `[n]`, flags of the finite ones, and their Z-scored points."""
 
     def __init__(self, rows: TensorDictBase) -> None:
         self.rows = rows
@@ -34,7 +34,7 @@ class Stored:
         self.scale = oracle_scale(finite) if len(finite) else torch.ones_like(points[0])
 
     def spread(self, key) -> Tensor:
-        """Of the entry, float64; zero where all that is left is rounding."""
+        """Returns the spread of the entry in float64; zero if only rounding is left."""
         entry = self.rows[key][self.usable].double()
         if not len(entry):
             return entry.sum(0)
@@ -47,13 +47,13 @@ def assert_equal(actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_near(actual: Tensor, expected: Tensor, size: Tensor, share: float = 1e-5) -> None:
-    """Within a share of the size of what it was computed from."""
+    """Checks that the difference is small relative to the numbers it was computed from."""
     bound = share * size + 1e-37  # denormal numbers have few digits
     assert ((actual.double() - expected).abs() <= bound).all(), (actual, expected)
 
 
 def nearest_first(stored: Stored, index: Tensor, neighbors: Tensor) -> float:
-    """The share of `[q, k]` neighbors that are as near as the definition's k-th."""
+    """Returns the share of `[q, k]` neighbors that are as near as the definition's k-th."""
     k = neighbors.shape[1]
     limit = oracle_distances(stored.points, index, k, stored.scale)[:, -1:]
     found = distances_to(stored.points, index, neighbors, stored.scale) <= limit * (1 + 1e-6) + TIE
@@ -61,7 +61,7 @@ def nearest_first(stored: Stored, index: Tensor, neighbors: Tensor) -> float:
 
 
 def successors(stored: Stored, newest: int) -> Tensor:
-    """Positions `[n]` to those of the rows that followed them, -1 where none did.
+    """Maps positions `[n]` to those of the rows that followed them; -1 if there is none.
 
     Of rows in order of writing: the first later one that starts from the very state in which a row
     ends, unless one between the two ends in that state as well.
@@ -81,7 +81,7 @@ def successors(stored: Stored, newest: int) -> Tensor:
 
 
 def check_batch(kind: str, batch: TensorDictBase, stored: Stored, buffer, newest: int) -> float:
-    """Raises if a row is not what its definition says; returns the share of right partners."""
+    """Raises if a row does not follow its definition; returns the share of correct partners."""
     assert kind in DEFINITIONS, f"say in tests/reliability/definitions.py what a batch of {kind} is"
     definition, index = DEFINITIONS[kind], batch["index"]
     assert ((index >= 0) & (index < len(stored.rows))).all()
@@ -101,7 +101,7 @@ def check_batch(kind: str, batch: TensorDictBase, stored: Stored, buffer, newest
 
 
 def _others(anchor: Tensor, stored: Stored) -> Tensor:
-    """How many rows could be partners of each anchor."""
+    """Returns how many rows could be partners of each anchor."""
     return stored.usable.sum() - stored.usable[anchor].long()
 
 
@@ -166,7 +166,7 @@ def _check_pairs(batch, anchor, stored, buffer, *, keys=MIX_KEYS, member=False, 
 
 
 def _check_neighborhood(batch, anchor, stored, buffer, *, mixed=MIX_KEYS) -> Tensor:
-    """Returns where the anchor was kept."""
+    """Checks a batch of neighborhoods; returns where the anchor was kept."""
     index, weight = batch["index"], batch["mixup_weight"].double()
     hood = stored.rows[index]
     assert (weight >= 0).all()
@@ -244,7 +244,7 @@ def _check_noise(batch, anchor, stored, buffer) -> None:
 
 @dataclass(frozen=True)
 class Definition:
-    """What the rows of a batch are, and their partners if they have any."""
+    """Defines the rows of a batch, and their partners if they have any."""
 
     rows: Callable[..., object] | None = None
     partners: Callable[..., float] | None = None

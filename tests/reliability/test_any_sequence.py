@@ -1,4 +1,4 @@
-"""Any sequence of what one can do to a buffer leaves it right, whatever its kind and search.
+"""After any sequence of operations, a buffer of any method and search is correct.
 
 Beside the buffer goes a plain ring of the rows that it ought to hold. After each step the storage
 equals that ring, neighbors and statistics are those of a float64 brute force over it, and every
@@ -46,7 +46,7 @@ some_rows = precondition(lambda self: len(self.ring))
 
 
 class Ring:
-    """What a buffer of that capacity ought to hold, position by position."""
+    """Holds what a buffer of this capacity should hold, position by position."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.rows = capacity, None
@@ -59,7 +59,7 @@ class Ring:
         self.length = self.cursor = 0
 
     def extend(self, rows):
-        """Returns the positions written, each once."""
+        """Writes rows; returns the written positions, each once."""
         positions = (self.cursor + torch.arange(len(rows))) % self.capacity
         self.cursor = (self.cursor + len(rows)) % self.capacity
         self.length = min(self.length + len(rows), self.capacity)
@@ -105,7 +105,7 @@ class AnySequence(RuleBasedStateMachine):
         )
 
     def new_rows(self, n, seed):
-        """Rows that follow one another, now and then."""
+        """Draws rows, which sometimes follow each other in an episode."""
         rows = make_transitions(n, terminated=0.1, seed=seed)
         rows["observation"][1:] = rows["next", "observation"][:-1]
         return rows

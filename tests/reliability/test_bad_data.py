@@ -1,4 +1,4 @@
-"""Bad rows and bad arguments: a clear error or a row by itself, never a buffer that is spoiled.
+"""Bad rows and arguments raise a clear error or stay isolated, and never spoil a buffer.
 
 Each row that is written and each call counts as one bad input.
 """
@@ -37,7 +37,7 @@ def make(kind, seed=0, **options):
 
 
 def make_bad(n: int, generator: torch.Generator) -> torch.Tensor:
-    """Rows each of which has one number, or all of an entry, or all that a row has, gone bad."""
+    """Draws rows in which one number, a whole entry or all numbers are bad."""
     rows = make_transitions(
         n, terminated=0.1, seed=int(torch.randint(999, (), generator=generator))
     )
@@ -85,7 +85,7 @@ def check(kind: str, buffer, scores: list[float]) -> None:
 @settings(max_examples=soak(2))
 @given(seed=st.integers(0, 2**31), search=st.sampled_from(["graph", "torch", "faiss"]))
 def test_bad_numbers_stay_by_themselves_and_leave_nothing_behind(kind, seed, search):
-    """Good rows, bad ones among them, and good ones again over all of them."""
+    """Writes good rows, then bad ones among them, then good ones over all of them."""
     generator = torch.Generator().manual_seed(seed)
     buffer = make(kind, **({"search": search} if kind in NEAR else {}))
     scores: list[float] = []
@@ -262,7 +262,7 @@ def test_bad_arguments_of_what_the_package_offers_raise_and_change_nothing(junk,
 
 
 class GoesBad(gymnasium.Env):
-    """After ten steps its observations, or rewards, are no longer what they were."""
+    """Returns observations or rewards of another form after ten steps."""
 
     observation_space = gymnasium.spaces.Box(-9, 9, (3,))
     action_space = gymnasium.spaces.Box(-1, 1, (2,))

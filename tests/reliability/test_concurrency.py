@@ -1,4 +1,4 @@
-"""Many writers, one reader: what is mixed are two whole rows that were stored at one moment."""
+"""With many writers and one reader, a mix consists of two whole rows of one moment."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _FACTORS = torch.tensor([math.sqrt(p) for p in (2, 3, 5, 7, 11)], dtype=torch.fl
 
 
 def entries(serial: Tensor, first: int, last: int) -> Tensor:
-    """Serial numbers `[n]` to numbers `[n, last - first]` that look random: no two rows share."""
+    """Maps serial numbers `[n]` to random-looking numbers `[n, last - first]`, all different."""
     return (serial.unsqueeze(-1) * _FACTORS[first:last]).frac()
 
 
 def make_rows(serial: Tensor) -> TensorDict:
-    """Rows every entry of which tells the serial number."""
+    """Builds rows in which every entry identifies the serial number."""
     n = len(serial)
     flags = torch.zeros(n, 1, dtype=torch.bool)
     return TensorDict(
@@ -62,7 +62,7 @@ def make_rows(serial: Tensor) -> TensorDict:
 
 
 def partners(batch: TensorDictBase) -> Tensor:
-    """Serial numbers `[B]` of the partners of a batch, each entry of which is checked by them.
+    """Returns the serial numbers `[B]` of a batch's partners, and checks each entry by them.
 
     The anchor's number stands in the batch. The reward, which is mixed from both, gives that of the
     partner; each other entry has to be the mix of the entries that belong to the two numbers.
@@ -81,7 +81,7 @@ def partners(batch: TensorDictBase) -> Tensor:
 
 
 def check_together(batch: TensorDictBase) -> None:
-    """Both rows whole, and both in the ring at one moment, as far as one writer can tell."""
+    """Checks that both rows are whole and were stored at one moment, as far as can be known."""
     anchor, partner = batch["serial"], partners(batch)
     assert (anchor != partner).all()
     same = anchor // _WRITER == partner // _WRITER
@@ -152,7 +152,7 @@ def test_prefetching_while_a_thread_writes_at_full_speed(kind, storage, soak):
 
 
 def assert_nothing_lost(buffer: TensorDictReplayBuffer, written: dict[int, int]) -> None:
-    """The ring is full of the last rows of each writer, each of them whole and there once."""
+    """Checks that the ring is full of each writer's last rows, each of them whole and once."""
     assert buffer.write_count == sum(written.values())
     stored = buffer.storage[:]
     serial = stored["serial"]
@@ -187,7 +187,7 @@ def _replace(buffer, writer, stop, counts) -> None:
 
 @contextmanager
 def two_writers(processes, write, buffer, counts) -> Iterator[list[BaseProcess]]:
-    """Two processes that write until the end, and then tell how many rows."""
+    """Starts two processes that write until the end and then report the number of rows."""
     stop = processes.Event()
     writers = [
         processes.Process(target=write, args=(buffer, writer, stop, counts)) for writer in (1, 2)
@@ -227,7 +227,7 @@ def test_two_processes_replace_rows_while_this_one_samples(soak, processes):
 
 
 def sample_beside(buffer: TensorDictReplayBuffer, batches: int, alive) -> None:
-    """Checks that many batches, of a ring that others have filled and go on to write."""
+    """Checks this many batches of a ring that other processes have filled and still write to."""
     start = time.monotonic()
     while buffer.write_count < 3 * CAPACITY:  # until then the writers are starting
         assert alive()

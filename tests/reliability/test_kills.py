@@ -1,4 +1,4 @@
-"""Runs that are killed at any moment, or find the disk full, and go on number for number."""
+"""Runs that are killed at any moment, or find the disk full, resume with equal numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 
 def _train(log: str, limit: int | None, *arguments: str) -> None:
-    """Runs the recipe in this process, which may not write files beyond the limit."""
+    """Runs the recipe in this process, with a limit on the size of files."""
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -53,7 +53,7 @@ def _train(log: str, limit: int | None, *arguments: str) -> None:
 
 
 class Runs:
-    """Starts the recipe in processes of their own, which find it imported already."""
+    """Starts the recipe in other processes, which have already imported it."""
 
     def __init__(self, folder: Path, processes: BaseContext) -> None:
         self.folder, self.processes = folder, processes
@@ -66,7 +66,7 @@ class Runs:
         return process
 
     def finish(self, name: str, *arguments: str, limit: int | None = None) -> tuple[int, str]:
-        """Exit code, and what it said."""
+        """Returns the exit code and the output."""
         process = self.start(name, *arguments, limit=limit)
         process.join()
         assert process.exitcode is not None
@@ -75,7 +75,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, processes):
-    """Runs of which `whole` is there, uninterrupted."""
+    """Provides runs, of which `whole` is complete and uninterrupted."""
     runs, start = Runs(tmp_path_factory.mktemp("runs"), processes), time.monotonic()
     code, told = runs.finish("whole")
     assert code == 0, told
@@ -91,7 +91,7 @@ def metrics(directory: Path) -> list[dict[str, str]]:
 
 
 def draft_begun(directory: Path) -> int | None:
-    """When the checkpoint that is being written was last written to, if there is one."""
+    """Returns the time of the last write to an unfinished checkpoint, if there is one."""
     try:
         return (directory / DRAFT).stat().st_mtime_ns
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def draft_begun(directory: Path) -> int | None:
 
 
 def kill_while_writing(process: BaseProcess, directory: Path, drafts: int) -> None:
-    """Kills it as soon as that many checkpoints have begun to be written, if it lives so long."""
+    """Kills the run as soon as it has begun this many checkpoints, if it gets there."""
     left = draft_begun(directory)  # by the kill before
     writing = False
     while process.is_alive() and drafts:
@@ -197,7 +197,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_ends_with_a_clear_error(ru
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Mounts a file system of its own at `disk`; the size is in bytes."""
+    """Provides a function that mounts a separate file system; the size is in bytes."""
     disk = tmp_path / "disk"
     disk.mkdir()
 

@@ -1,4 +1,4 @@
-"""Statistics after very many updates equal a recomputation in float64 from what is there."""
+"""After very many updates, statistics equal a recomputation in float64."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ MEAN, SPREAD = 1e6, torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
 
 
 def new_rows(generator: torch.Generator, n: int = CHUNK) -> torch.Tensor:
-    """Around a million, with a spread of about one; the first two go together."""
+    """Draws rows around a million with a spread of about one; the first two are correlated."""
     rows = torch.randn((n, D), generator=generator, dtype=torch.float64)
     rows[:, 1] = 0.6 * rows[:, 0] + 0.8 * rows[:, 1]
     return rows * SPREAD + MEAN
@@ -27,7 +27,7 @@ def assert_statistics(statistics: RunningStandardizer, count, mean, std) -> None
 
 
 def test_growth_equals_a_recomputation():
-    """Moments by float64 sums relative to the known mean, which lose nothing that matters here."""
+    """Compares with float64 sums relative to the known mean, which lose nothing here."""
     generator, statistics = torch.Generator().manual_seed(0), RunningStandardizer(D)
     first, second = torch.zeros(2, D, dtype=torch.float64)
     for _ in range(UPDATES // CHUNK):
@@ -58,7 +58,7 @@ def test_a_ring_equals_a_recomputation(make):
 
 
 def test_single_rows_of_float32_over_many_turns_of_a_ring():
-    """As a buffer has them: one row comes, one goes; float32 holds a million to a sixteenth."""
+    """Adds and removes one row at a time; float32 resolves a million to a sixteenth."""
     generator, statistics = torch.Generator().manual_seed(2), RunningStandardizer(D)
     rows = new_rows(generator, 1_000).float()
     statistics.update(rows)

@@ -1,4 +1,4 @@
-"""A full ring holds no more after many writes than after a few."""
+"""A full ring uses no more memory after many writes than after a few."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WRITES = 32  # to go around the ring once
 
 
 def held(root: Any) -> int:
-    """Bytes of all that is reached from an object, tensors and others."""
+    """Returns the bytes of everything that is reachable from an object."""
     seen: set[int] = set()
     storages: dict[int, int] = {}
     total, waiting = 0, [root]

@@ -1,4 +1,4 @@
-"""No file that is read is executed, no run talks to the network unasked, no secret is written."""
+"""Reading a file never executes it, no run uses the network unasked or writes a secret."""
 
 import argparse
 import os
@@ -38,7 +38,7 @@ class Payload:
 
 @pytest.fixture
 def payload(tmp_path):
-    """Something that leaves a mark if it is executed; none is left at the end."""
+    """Provides an object that leaves a mark if executed, and checks that there is none."""
     marker = tmp_path / "executed"
     assert pickle.loads(pickle.dumps(Payload(marker))) is None
     assert marker.is_dir()  # it would
@@ -139,7 +139,7 @@ def test_configs_of_run_directories(payload, tmp_path, text):
 
 
 def test_configs_of_run_directories_are_not_resolved(tmp_path, monkeypatch):
-    """An interpolation in a file from elsewhere reads no variable of the environment."""
+    """An interpolation in a file from elsewhere does not read environment variables."""
     monkeypatch.setenv("SECRET", "s3cret")
     run = tmp_path / "run"
     run.mkdir()
@@ -180,7 +180,7 @@ RUN = ["env=InvertedPendulum", "total_frames=40", "random_frames=20", "eval_ever
 
 
 def guarded(folder: Path) -> dict[str, str]:
-    """An environment whose Python raises on any connection and notes it."""
+    """Provides an environment whose Python raises and records any connection."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(GUARD)
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -199,7 +199,7 @@ def start(arguments: list[str], folder: Path, **variables: str) -> subprocess.Co
 
 
 def assert_no_secret(folder: Path, result: subprocess.CompletedProcess) -> int:
-    """Returns how many files there were to look into."""
+    """Checks the files for the secret; returns their number."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     texts = [result.stdout.encode(), result.stderr.encode(), *(p.read_bytes() for p in files)]
     for name, secret in SECRETS.items():
@@ -217,7 +217,7 @@ def test_the_guard_sees_a_connection(tmp_path):
 
 @pytest.mark.parametrize("logger", ["csv", "none"] if SOAK > 1 else ["csv"])
 def test_a_run_without_a_logger_of_the_network_connects_to_nothing(tmp_path, logger):
-    """Nor does importing the package, which is part of it."""
+    """Importing the package does not either; it is a part of the run."""
     variables, folder = guarded(tmp_path / "guard"), tmp_path / "work"
     folder.mkdir()
     arguments = command("td3", *RUN, f"logger={logger}", "run_dir=run")
