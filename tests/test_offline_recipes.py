@@ -10,6 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from recipe_helpers import OFFLINE, TINY, make_config, metrics, start, train, train_and_kill
+from tensordict import TensorDict
 from torchrl.objectives import SoftUpdate
 from update_helpers import ACTIONS, OBSERVATIONS, ROWS, make_agent, make_blocks
 
@@ -367,3 +368,29 @@ def test_data_is_short_for_its_source(log, tmp_path):
     )
     assert (tmp_path / "runs" / "data").exists()
     assert metrics(tmp_path / "run")[-1]["train/updates"] == "24"
+
+
+def test_a_part_of_the_rows_is_spread_in_stretches_or_the_last():
+    rows = TensorDict(observation=torch.arange(1_050.0), batch_size=[1_050])
+
+    def choose(count, part="spread"):
+        return data.choose_rows(rows, count, part)["observation"]
+
+    assert choose(3, "last").tolist() == [1_047, 1_048, 1_049]
+    assert torch.equal(choose(1_050), rows["observation"])
+    for count in (1, 99, 100, 101, 250, 1_000, 1_001, 1_049):
+        chosen = choose(count)
+        assert len(chosen) == count
+        assert (chosen.diff() > 0).all()  # in their order, none twice
+        assert (chosen.diff() == 1).sum() >= count - -(-count // 100)  # in stretches
+    assert choose(200).tolist() == [*range(100), *range(500, 600)]
+
+
+def test_a_run_learns_from_a_part_of_its_data(log, tmp_path, capsys):
+    options = ("replay=uniform", f"data.cache={tmp_path / 'cache'}")
+    learn("td3_bc", tmp_path / "some", log, *options, "data.rows=40")
+    learn("td3_bc", tmp_path / "all", log, *options)
+    sizes = {name: metrics(tmp_path / name)[-1]["replay/size"] for name in ("some", "all")}
+    assert {name: float(size) for name, size in sizes.items()} == {"some": 40, "all": 120}
+    with pytest.raises(config.UsageError, match=r"data\.rows=121 is more than the 120 rows of "):
+        learn("td3_bc", tmp_path / "more", log, *options, "data.rows=121")

@@ -423,6 +423,27 @@ def test_tasks_with_returns_of_one_range_are_also_compared_by_their_mean():
     assert not other.env.str.startswith("mean").any()
 
 
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "Hopper-v5"),
+        ({"data__source": "runs/log.npz"}, "Hopper-v5 with log.npz"),
+        ({"data__source": "log.npz", "data__rows": None}, "Hopper-v5 with log.npz"),
+        (
+            {"data__source": "log.npz", "data__rows": 5_000, "data__part": "spread"},
+            "Hopper-v5 with 5,000 rows of log.npz",
+        ),
+        (
+            {"data__source": "log.npz", "data__rows": 5_000, "data__part": "last"},
+            "Hopper-v5 with last 5,000 rows of log.npz",
+        ),
+    ],
+)
+def test_runs_on_other_rows_are_another_task(changes, name):
+    (cell,) = cells.make_cells([make_run(**changes)], fail)
+    assert cell.task.name == name
+
+
 def test_a_run_that_is_still_random_has_no_area():
     assert math.isnan(make_run(random_frames=200_000).area)
 

@@ -52,6 +52,7 @@ VALUES = {
     "exploration_noise": SIZE,
     "total_updates": COUNT,
     "data.share": ([None, 0, 0.5, 1], [-0.1, 1.01]),
+    "data.rows": ([None, 2, 10], [1, 0, -1, 2.5]),
     "data.max_steps": ([None, *COUNT[0]], COUNT[1]),
     "bc_alpha": SIZE,
     "expectile": ([0.5, 0.7, 0.999], [0.4, 1]),

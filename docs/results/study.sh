@@ -17,6 +17,11 @@ first() { # of the first study, whose targets moved with the actor; the names of
         'hydra.job.config.override_dirname.exclude_keys=[logger,threads,device,compile,video,checkpoint_every,resume,target_interval]'
 }
 
+offline() { # a script, then its options, on the rows of `data`; the names of the runs do not repeat their path
+    sweep "$1" offline 'data.source=runs/study/data/${env.name}' "${@:2}" \
+        'hydra.job.config.override_dirname.exclude_keys=[logger,threads,device,compile,video,checkpoint_every,resume,data.source]'
+}
+
 copy() { # the small files of complete runs, which are what is kept with the project
     find "$1" -name summary.json -printf '%P\n' | while read -r file; do
         run=$(dirname "$file")
@@ -27,7 +32,7 @@ copy() { # the small files of complete runs, which are what is kept with the pro
 
 mkdir -p runs/study
 copy docs/results runs/study # so that no run is made twice
-case ${1:?rivals, suite, ratio20, walkers, sac, crossq, droq, sac_norm, learn, main, pendulum, baseline, baseline5, pairings or keep} in
+case ${1:?rivals, suite, ratio20, walkers, sac, crossq, droq, sac_norm, data, offline, offline_online, learn, main, pendulum, baseline, baseline5, pairings or keep} in
 rivals) # not compiled, since its first runs were not
     sweep recipes/td3.py rivals seed='range(5)' env=HalfCheetah replay=uniform,nmer,ct,1nn,mixup \
         total_frames=30000 random_frames=5000 replay_ratio=5 compile=false
@@ -65,6 +70,25 @@ droq)
 sac_norm)
     sweep recipes/sac.py sac_norm seed='range(3)' env=HalfCheetah replay=uniform,nmer \
         total_frames=20000 random_frames=5000 replay_ratio=20 layer_norm=true
+    ;;
+# Recorded rows
+data) # what the next two parts learn from: all rows that TD3 stores in 100,000 frames
+    for env in HalfCheetah Hopper Walker2d; do
+        test -e "runs/study/data/$env/checkpoint.pt" && continue # which is not kept with the project
+        rm -rf "runs/study/data/$env"
+        OMP_NUM_THREADS=1 "$python" recipes/td3.py env=$env replay=uniform total_frames=100000 \
+            replay_ratio=1 logger=csv "run_dir=runs/study/data/$env"
+    done
+    ;;
+offline) # after `data`
+    for recipe in td3_bc iql; do
+        offline recipes/$recipe.py seed='range(5)' env=HalfCheetah,Hopper,Walker2d \
+            data.rows=5000,20000,100000 replay=uniform,nmer,ct,s4rl,noisy
+    done
+    ;;
+offline_online) # after `data`
+    offline recipes/sac.py seed='range(5)' env=Walker2d data.rows=20000 replay=uniform,nmer \
+        total_frames=30000 random_frames=1000 replay_ratio=5 layer_norm=true
     ;;
 learn) # whether each agent learns at all: one seed, no comparison
     sweep recipes/ddpg.py learn env=InvertedPendulum,HalfCheetah replay=uniform \

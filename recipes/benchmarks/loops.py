@@ -215,6 +215,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--updates", type=int, help="that are timed; by default 300 to 1,500")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    parser.add_argument("--name", default="loops", help="of the CSV")
     parser.add_argument("--peers", default=sys.executable, help="Python with SB3 and SBX")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
@@ -248,13 +249,13 @@ def main(arguments: list[str] | None = None) -> None:
         found = {loop: times.get((*task, loop)) for loop in LOOPS}
         medians = {loop: statistics.median(each) for loop, each in found.items() if each}
         results.append(make_row(*task, medians))
-    write_table(results, args.out / "loops.csv")
+    write_table(results, args.out / f"{args.name}.csv")
     rounds = [
         {"algorithm": AGENTS[a].name, "replay ratio": r, "loop": loop, "round": n, "ms": 1e3 * each}
         for (a, r, loop), found in times.items()
         for n, each in enumerate(found, 1)
     ]
-    write_table(rounds, args.out / "loops_rounds.csv")
+    write_table(rounds, args.out / f"{args.name}_rounds.csv")
 
 
 if __name__ == "__main__":

@@ -227,7 +227,7 @@ def check_task_settings(env: DictConfig) -> None:
         )
 
 
-_OF_DATA = ("share", "across", "clip", "max_steps")  # settings that need data.source
+_OF_DATA = ("share", "across", "clip", "max_steps", "rows")  # settings that need data.source
 
 
 def check_run(cfg: DictConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 from functools import partial
@@ -28,6 +29,7 @@ from nmer_torchrl.offline.sources import SCALED
 from nmer_torchrl.storages import move_state
 
 _AFTER = ("observation", "reward", "terminated")
+_STRETCH = 100  # rows of a stretch that are kept together, as CT needs
 _TOLERANCE = 1e-3  # how far actions may exceed their bounds, to allow for rounding
 
 
@@ -103,6 +105,13 @@ def read_rows(cfg: DictConfig, env: gymnasium.Env) -> TensorDict:
         raise UsageError(f"data={cfg.data.source}: {error}") from None
     tqdm.write(f"{cfg.data.source}:\n{found}", file=sys.stderr)
     rows = found.rows.select("observation", "action", *(("next", name) for name in _AFTER))
+    if cfg.data.rows is not None:
+        if cfg.data.rows > len(rows):
+            raise UsageError(
+                f"data.rows={cfg.data.rows} is more than the {len(rows)} rows of "
+                f"{cfg.data.source}; lower it or leave it out."
+            )
+        rows = choose_rows(rows, cfg.data.rows, cfg.data.part)
     width, actions = env.observation_space.shape[0], env.action_space.shape[0]
     for name, given, wanted in (
         ("observations", rows["observation"].shape[-1], width),
@@ -116,6 +125,16 @@ def read_rows(cfg: DictConfig, env: gymnasium.Env) -> TensorDict:
     if SCALED not in found.notes:  # a run's own rows are rescaled already
         rows["action"] = rescale(cfg, env, rows["action"])
     return rows
+
+
+def choose_rows(rows: TensorDict, count: int, part: str) -> TensorDict:
+    """Returns `count` of `[N]` rows in their order: the last ones, or stretches spread over all."""
+    if part == "last":
+        return rows[len(rows) - count :]
+    stretches = torch.arange(len(rows)).split(_STRETCH)
+    wanted = math.ceil(count / _STRETCH)
+    chosen = [stretches[i * len(stretches) // wanted] for i in range(wanted)]
+    return rows[torch.cat(chosen)[:count]]
 
 
 def rescale(cfg: DictConfig, env: gymnasium.Env, actions: Tensor) -> Tensor:
@@ -162,7 +181,7 @@ def cache_file(cfg: DictConfig, env: gymnasium.Env) -> Path | None:
         "version": 1,
         "source": str(source.absolute()),
         "files": known,
-        "options": {name: cfg.data[name] for name in ("max_steps", "clip")},
+        "options": {name: cfg.data[name] for name in ("max_steps", "clip", "rows", "part")},
         "replay": OmegaConf.to_container(cfg.replay, resolve=True),
         "bounds": [bounds.low.tolist(), bounds.high.tolist()],
         "width": env.observation_space.shape[0],

@@ -116,6 +116,7 @@ RANGES: dict[str, Range] = {
     "ucb_bonus": _SIZE,
     # Fixed data
     "data.share": Range(0, 1, null="for half of each batch"),
+    "data.rows": Range(2, whole=True, null="for all rows"),
     "data.max_steps": Range(1, whole=True, null="if the data has time limits"),
     "bc_alpha": _SIZE,
     "expectile": Range(0.5, 0.999),
@@ -141,6 +142,7 @@ CHOICES: dict[str, Sequence[bool | str | None]] = {
     "critic_loss": ("squared", "huber"),
     "layer_norm": (True, False),
     "normalize": (True, False),
+    "data.part": ("spread", "last"),
     "data.clip": (True, False),
     "data.across": (True, False),
     "storage": ("memory", "memmap"),

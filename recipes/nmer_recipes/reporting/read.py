@@ -131,6 +131,15 @@ def _name_task(flat: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
+def _name_data(flat: Mapping[str, Any]) -> str:
+    """Returns the name of a run's data, and how many of their rows it used if not all."""
+    name = PurePath(str(flat["data.source"])).name
+    if (count := flat.get("data.rows")) is None:
+        return name
+    part = "" if flat.get("data.part") == "spread" else f"{flat.get('data.part')} "
+    return f"{part}{int(count):,} rows of {name}"
+
+
 _RENAMED = {
     "replay.noise": "replay.noise_variance",
     "replay.low": "replay.min_factor",
@@ -164,7 +173,7 @@ def make_run(source: str, config: Any, rows: Iterable[Mapping[str, Any]]) -> Run
         raise BadRunError(f"its config has no {', '.join(missing)}")
     task = _name_task(flat)
     if flat.get("data.source") is not None:  # runs on other data are a different task
-        task += f" with {PurePath(str(flat['data.source'])).name}"
+        task += f" with {_name_data(flat)}"
     flat = {name: value for name, value in flat.items() if not _OF_TASK.match(name)}
     flat["env.task"] = task
     rows = list(rows)
