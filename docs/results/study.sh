@@ -17,8 +17,8 @@ first() { # of the first study, whose targets moved with the actor; the names of
         'hydra.job.config.override_dirname.exclude_keys=[logger,threads,device,compile,video,checkpoint_every,resume,target_interval]'
 }
 
-offline() { # a script, then its options, on the rows of `data`; the names of the runs do not repeat their path
-    sweep "$1" offline 'data.source=runs/study/data/${env.name}' "${@:2}" \
+offline() { # the same, on the rows of `data`; the names of the runs do not repeat their path
+    sweep "$1" "$2" 'data.source=runs/study/data/${env.name}' "${@:3}" \
         'hydra.job.config.override_dirname.exclude_keys=[logger,threads,device,compile,video,checkpoint_every,resume,data.source]'
 }
 
@@ -82,12 +82,12 @@ data) # what the next two parts learn from: all rows that TD3 stores in 100,000 
     ;;
 offline) # after `data`
     for recipe in td3_bc iql; do
-        offline recipes/$recipe.py seed='range(5)' env=HalfCheetah,Hopper,Walker2d \
+        offline recipes/$recipe.py offline_$recipe seed='range(5)' env=HalfCheetah,Hopper,Walker2d \
             data.rows=5000,20000,100000 replay=uniform,nmer,ct,s4rl,noisy
     done
     ;;
 offline_online) # after `data`
-    offline recipes/sac.py seed='range(5)' env=Walker2d data.rows=20000 replay=uniform,nmer \
+    offline recipes/sac.py offline_online seed='range(5)' env=Walker2d data.rows=20000 replay=uniform,nmer \
         total_frames=30000 random_frames=1000 replay_ratio=5 layer_norm=true
     ;;
 learn) # whether each agent learns at all: one seed, no comparison
