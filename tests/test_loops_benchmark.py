@@ -271,11 +271,12 @@ def run_main(monkeypatch, tmp_path, *arguments):
     """Returns the table of `main`, with each loop's place in `LOOPS`, from 1, as its seconds."""
     asked = []
 
-    def run(command, **_):
+    def run(command, env, **_):
         loop, algorithm, ratio, peers, python, *more = command[command.index("--one") + 1 :]
         assert (peers, python) == ("--peers", sys.executable)
         asked.append((algorithm, int(ratio), loop, *more))
-        return SimpleNamespace(returncode=0, stdout=f"a word\n{loops.LOOPS.index(loop) + 1.0}\n")
+        seconds = (loops.LOOPS.index(loop) + 1.0) / (2 if env.get("LD_PRELOAD") else 1)
+        return SimpleNamespace(returncode=0, stdout=f"a word\n{seconds}\n")
 
     monkeypatch.setattr(loops, "subprocess", SimpleNamespace(run=run))
     loops.main(["--rounds", "1", "--out", str(tmp_path), *arguments])
@@ -327,6 +328,17 @@ def test_loops_that_are_left_out_are_empty(monkeypatch, tmp_path):
         "recipe, updates/s",
         "recipe / plain",
     ]
+
+
+def test_loops_are_timed_again_with_a_preloaded_library(monkeypatch, tmp_path):
+    options = ["--algorithms", "td3", "--loops", "plain", "SBX", "recipe", "--ratios", "1"]
+    table, asked = run_main(monkeypatch, tmp_path, *options, "--preload", "./lib.so")
+    assert [loop for _, _, loop in asked] == ["plain", "SBX", "recipe", "plain", "recipe"]
+    (row,) = table.to_dict("records")
+    (again,) = pd.read_csv(tmp_path / "loops_preload.csv").to_dict("records")
+    assert again["recipe, updates/s"] == 2 * row["recipe, updates/s"]
+    assert again["SBX, updates/s"] == row["SBX, updates/s"]  # has no PyTorch
+    assert again["recipe / SBX"] == row["recipe / SBX"] / 2
 
 
 def test_a_loop_that_fails_says_why(monkeypatch, tmp_path):

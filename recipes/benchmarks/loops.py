@@ -5,6 +5,7 @@
     python recipes/benchmarks/loops.py --algorithms sac redq --ratios 1
     python recipes/benchmarks/loops.py --loops plain recipe     # without what takes long to compile
     python recipes/benchmarks/loops.py --updates 20 --rounds 1  # whether all of it runs
+    python recipes/benchmarks/loops.py --preload ./libmkl_amd.so  # MKL with AVX-512 on AMD, too
 
 Uniform replay on HalfCheetah-v5 with equal networks, batches and replay ratios. Each loop runs in a
 process of its own on the same core, with one thread, in turns. It is timed over whole frames after
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -217,6 +218,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--name", default="loops", help="of the CSV")
     parser.add_argument("--peers", default=sys.executable, help="Python with SB3 and SBX")
+    parser.add_argument(
+        "--preload", help="library with which PyTorch's loops are timed again, in a second table"
+    )
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.one:
@@ -225,37 +229,56 @@ def main(arguments: list[str] | None = None) -> None:
         return
     args.out.mkdir(parents=True, exist_ok=True)
     tasks = [(a, r) for a in args.algorithms for r in args.ratios or AGENTS[a].ratios]
-    turns = [(*task, loop) for task in tasks for loop in args.loops if has_loop(loop, task[0])]
-    times: dict[tuple[str, int, str], list[float]] = {turn: [] for turn in turns}
+    loops = [(loop, None) for loop in args.loops]
+    if args.preload:
+        loops += [(loop, args.preload) for loop in args.loops if loop != "SBX"]  # has no PyTorch
+    turns = [(*task, *loop) for task in tasks for loop in loops if has_loop(loop[0], task[0])]
+    times: dict[tuple[str, int, str, str | None], list[float]] = {turn: [] for turn in turns}
     more = ["--peers", args.peers, *(["--updates", str(args.updates)] if args.updates else [])]
     bar = tqdm(total=args.rounds * len(turns), unit="loop")
     for _ in range(args.rounds):
-        for algorithm, ratio, loop in turns:
-            command = [sys.executable, __file__, "--one", loop, algorithm, str(ratio), *more]
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                preexec_fn=stay_on_one_core,
-            )
-            if done.returncode:
-                raise SystemExit(f"{loop} of {algorithm} failed:\n{done.stderr}")
-            times[algorithm, ratio, loop].append(float(done.stdout.split()[-1]))
+        for turn in turns:
+            times[turn].append(run_loop(*turn, more))
             bar.update()
     bar.close()
-    results = []
-    for task in tasks:
-        found = {loop: times.get((*task, loop)) for loop in LOOPS}
-        medians = {loop: statistics.median(each) for loop, each in found.items() if each}
-        results.append(make_row(*task, medians))
-    write_table(results, args.out / f"{args.name}.csv")
-    rounds = [
-        {"algorithm": AGENTS[a].name, "replay ratio": r, "loop": loop, "round": n, "ms": 1e3 * each}
-        for (a, r, loop), found in times.items()
-        for n, each in enumerate(found, 1)
-    ]
-    write_table(rounds, args.out / f"{args.name}_rounds.csv")
+    for preload in [None, args.preload] if args.preload else [None]:
+        name = f"{args.name}_preload" if preload else args.name
+        results = []
+        for task in tasks:
+            found = {loop: times.get((*task, loop, preload)) for loop in LOOPS}
+            found["SBX"] = times.get((*task, "SBX", None))
+            medians = {loop: statistics.median(each) for loop, each in found.items() if each}
+            results.append(make_row(*task, medians))
+        write_table(results, args.out / f"{name}.csv")
+        rounds = [
+            {
+                "algorithm": AGENTS[algorithm].name,
+                "replay ratio": ratio,
+                "loop": loop,
+                "round": number,
+                "ms": 1e3 * seconds,
+            }
+            for (algorithm, ratio, loop, library), found in times.items()
+            for number, seconds in enumerate(found, 1)
+            if library == preload
+        ]
+        write_table(rounds, args.out / f"{name}_rounds.csv")
+
+
+def run_loop(
+    algorithm: str, ratio: int, loop: str, preload: str | None, more: Sequence[str]
+) -> float:
+    """Returns the seconds for each update of a loop that runs in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--one", loop, algorithm, str(ratio), *more],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | ({"LD_PRELOAD": preload} if preload else {}),
+        preexec_fn=stay_on_one_core,
+    )
+    if done.returncode:
+        raise SystemExit(f"{loop} of {algorithm} failed:\n{done.stderr}")
+    return float(done.stdout.split()[-1])
 
 
 if __name__ == "__main__":
