@@ -50,9 +50,13 @@ def reference() -> str:
 
 
 def benchmark_table(name: str) -> str:
-    """Returns a CSV of `docs/benchmarks` as the table that the benchmark itself prints."""
+    """Returns a CSV of `docs/benchmarks` as the table that the benchmark prints.
+
+    Columns without a number, of loops that were not timed, are left out.
+    """
     with (DOCS / "benchmarks" / f"{name}.csv").open() as file:
-        header, *rows = csv.reader(file)
+        columns = [column for column in zip(*csv.reader(file), strict=True) if any(column[1:])]
+    header, *rows = zip(*columns, strict=True)
     lines = [header, ["---"] * len(header), *([_show(cell) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -49,6 +49,14 @@ def on_peers() -> str:
     return f"{span(sbx, '.2f')} times as long as SBX"
 
 
+def on_amd() -> str:
+    bare, again = (read(name)["recipe, compiled / SBX"] for name in AMD)
+    return f"{span(bare, '.2f')} times as long as SBX, and {span(again, '.2f')} times after"
+
+
+AMD = ("loops_amd", "loops_amd_preload")
+
+
 def on_lists() -> str:
     (row,) = read("build").query("stream == 'HalfCheetah-v5' and rows == 200_000").iloc
     assert row.threads == 1
@@ -63,6 +71,18 @@ def test_costs_are_those_of_the_tables(page):
     if page != "docs/method.md":
         assert on_peers() in text, on_peers()
         assert on_lists() in text, on_lists()
+        assert on_amd() in text, on_amd()
+
+
+def test_the_page_names_what_preloading_changes_on_amd():
+    text = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
+    bare, again = (read(name) for name in AMD)
+    gains = bare["recipe, compiled, updates/s"] / again["recipe, compiled, updates/s"]
+    assert f"takes {span(gains, '.2f')} times as long with the library as without it" in text
+    both = [span(table["recipe, compiled / SBX"], ".2f") for table in (bare, again)]
+    assert f"{both[0]} times as long without the library, and {both[1]} times as long with it" in (
+        text
+    )
 
 
 def test_the_page_names_what_other_loops_take():
