@@ -190,6 +190,52 @@ def test_words_on_rivals():
     says(f"The interval of the area, {area}, lies below zero, too")
 
 
+def test_words_on_the_suite():
+    paired = pd.read_csv(RESULTS / "suite" / "paired.csv")
+    paired["env"] = paired.env.str.removeprefix("dm_control/")
+    rows = paired.set_index(["env", "method", "against"])
+    tasks = ["walker-walk", "walker-run", "cheetah-run", "finger-spin"]
+    assert len(rows) == 15  # of three pairs of methods, on four tasks and on their mean
+    says("These are 15 comparisons")
+    names = {"nmer": "NMER", "uniform": "uniform replay", "ct": "`ct`"}
+    for pair in (("nmer", "uniform"), ("nmer", "ct"), ("ct", "uniform")):
+        one, other = (names[method] for method in pair)
+        row = rows.loc["mean of 4 tasks", *pair]
+        shown = (
+            "no difference is shown" if row.verdict == "not shown" else f"{one} is {row.verdict}"
+        )
+        words = f"{one}'s score minus the score of {other} is"
+        says(f"Over the four tasks, {words} {gap_of(row)}: {shown}.")
+        verdicts = {task: rows.loc[task, *pair].verdict for task in tasks}
+        found = [
+            f"{verdict} {of}{other} on {enumerate_words(there)}"
+            for verdict, of in (("ahead", "of "), ("behind", ""))
+            if (there := [task for task in tasks if verdicts[task] == verdict])
+        ]
+        rest = "; no difference is shown on the other tasks" * ("not shown" in verdicts.values())
+        none = f"By task, no difference between {one} and {other} is shown."
+        says(f"By task, {one} is {enumerate_words(found)}{rest}." if found else none)
+    counts = rows.seeds[tasks]
+    state = f"{NUMBERS[counts.min()].capitalize()} of four seeds are complete"
+    state += "" if counts.min() == counts.max() else ", and a part of the next"
+    says("All four seeds are complete." if counts.min() == 4 else f"{state}.")
+    uniform, rival = (rows.loc["mean of 4 tasks", "nmer", other] for other in ("uniform", "ct"))
+    answer = {"ahead": "yes", "behind": "no", "not shown": "not shown"}[uniform.verdict]
+    seeds = NUMBERS[uniform.seeds]
+    says(f"Faster than uniform replay on four tasks of the DeepMind Control Suite: {answer}.")
+    says(f"of uniform replay is {gap_of(uniform)}, and minus the score of `ct` {gap_of(rival)}")
+    says(f"([{seeds} seeds](#four-tasks-of-the-deepmind-control-suite))")
+    says(f"Four tasks of the DeepMind Control Suite: {answer}.", "README.md")
+    says(f"of uniform replay is {gap_of(uniform)}, with {seeds} seeds", "README.md")
+    assert uniform.verdict == "not shown"
+    says("InvertedDoublePendulum and four tasks of the DeepMind Control Suite, and", "README.md")
+
+
+def gap_of(row: pd.Series) -> str:
+    form = "+.0f" if abs(row.score) >= 100 else "+.1f"
+    return f"{row.score:{form}} [{row.score_low:{form}}, {row.score_high:{form}}]"
+
+
 def test_first_lines_of_page_and_readme():
     rows = table("rivals", "HalfCheetah")
     nmer, uniform, rival = (spread(rows.loc[name]) for name in ("nmer", "uniform", "ct"))
