@@ -217,6 +217,15 @@ def test_words_on_the_suite():
         by_task = f"By task, {one} is {enumerate_words(found)}{rest}." if found else none
         for page in ["docs/results.md", *(["README.md"] if pair == ("nmer", "uniform") else [])]:
             says(by_task, page)
+    gaps = [
+        float(gap)
+        for task in tasks
+        for gap in rows.loc[task, "nmer", "uniform"].score_by_seed.split()
+    ]
+    says(f"ranges from {min(gaps):+.0f} to {max(gaps):+.0f} on single tasks and seeds")
+    row = rows.loc["mean of 4 tasks", "nmer", "uniform"]
+    assert row.area_low < 0 < row.area_high
+    says(f"the interval of their area, [{row.area_low:+.1f}, {row.area_high:+.1f}], includes zero")
     counts = rows.seeds[tasks]
     state = f"{NUMBERS[counts.min()].capitalize()} of four seeds are complete"
     state += "" if counts.min() == counts.max() else ", and a part of the next"
