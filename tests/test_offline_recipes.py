@@ -394,3 +394,12 @@ def test_a_run_learns_from_a_part_of_its_data(log, tmp_path, capsys):
     assert {name: float(size) for name, size in sizes.items()} == {"some": 40, "all": 120}
     with pytest.raises(config.UsageError, match=r"data\.rows=121 is more than the 120 rows of "):
         learn("td3_bc", tmp_path / "more", log, *options, "data.rows=121")
+
+
+def test_a_part_without_a_number_of_rows_is_refused(log):
+    cfg = make_config("td3_bc", f"data.source={log}", "data.part=last")
+    with pytest.raises(
+        config.UsageError, match=r"data\.part=last has no effect without data\.rows"
+    ):
+        config.check_run(cfg)
+    config.check_run(make_config("td3_bc", f"data.source={log}", "data.part=last", "data.rows=9"))

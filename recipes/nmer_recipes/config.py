@@ -248,6 +248,11 @@ def check_run(cfg: DictConfig) -> None:
         raise UsageError(
             f"{', '.join(idle)} has no effect without recorded data; add data=FILE or leave it out."
         )
+    if cfg.data.get("part") == "last" and cfg.data.rows is None:
+        raise UsageError(
+            "data.part=last has no effect without data.rows; give the number of rows or leave "
+            "data.part out."
+        )
     if cfg.data.get("across") and cfg.buffer_size < cfg.total_frames:
         raise UsageError(
             f"data.across=true would overwrite the data, because buffer_size={cfg.buffer_size} is "

@@ -105,7 +105,7 @@ def read_rows(cfg: DictConfig, env: gymnasium.Env) -> TensorDict:
         raise UsageError(f"data={cfg.data.source}: {error}") from None
     tqdm.write(f"{cfg.data.source}:\n{found}", file=sys.stderr)
     rows = found.rows.select("observation", "action", *(("next", name) for name in _AFTER))
-    if cfg.data.rows is not None:
+    if cfg.data.get("rows") is not None:  # older runs do not name it
         if cfg.data.rows > len(rows):
             raise UsageError(
                 f"data.rows={cfg.data.rows} is more than the {len(rows)} rows of "
@@ -181,7 +181,7 @@ def cache_file(cfg: DictConfig, env: gymnasium.Env) -> Path | None:
         "version": 1,
         "source": str(source.absolute()),
         "files": known,
-        "options": {name: cfg.data[name] for name in ("max_steps", "clip", "rows", "part")},
+        "options": {name: cfg.data.get(name) for name in ("max_steps", "clip", "rows", "part")},
         "replay": OmegaConf.to_container(cfg.replay, resolve=True),
         "bounds": [bounds.low.tolist(), bounds.high.tolist()],
         "width": env.observation_space.shape[0],
