@@ -21,6 +21,12 @@ PRODUCTS = {"addbmm", "addmm", "addmv", "baddbmm", "bmm", "mm", "mv"}
 HARMLESS = {"_to_copy", "_unsafe_view", "detach", "expand", "t", "transpose", "view", "sum"}
 
 
+@pytest.fixture(autouse=True)
+def also_narrow(monkeypatch):
+    """Computes narrow layers in bfloat16, too, because the tests' networks have no others."""
+    monkeypatch.setattr(networks, "_WIDE", 1)
+
+
 class Operations(TorchDispatchMode):
     """Lists each operation's name and the dtypes of the floating-point tensors that it takes."""
 
@@ -106,6 +112,16 @@ def test_only_matrix_products_are_in_bf16(algorithm, options):
     *_, operations = take_step(algorithm, "float32", *options)
     assert len(operations.products()) == len(products)
     assert not operations.of_bf16()
+
+
+def test_narrow_layers_are_in_float32(monkeypatch):
+    monkeypatch.undo()
+    sizes = ((4, 64), (64, 64), (64, 63))  # one of the three is wide
+    layers = torch.nn.Sequential(*(torch.nn.Linear(*size) for size in sizes))
+    with Operations() as operations:
+        networks.Functional(layers, "bf16")([*layers.parameters()], torch.randn(5, 4))
+    dtypes = [{torch.float32}, {torch.bfloat16}, {torch.float32}]
+    assert operations.products() == dtypes
 
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, *OFFLINE])

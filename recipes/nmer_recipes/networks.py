@@ -18,6 +18,7 @@ DISTANCES = {"squared": mse_loss, "huber": smooth_l1_loss}
 STOCK_DISTANCES = {"squared": "l2", "huber": "smooth_l1"}
 # Buffers that no gradient updates, of batch renormalization and `Standardize`.
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "fixed_mean", "fixed_scale")
+_WIDE = 64  # inputs and outputs from which bfloat16 pays off
 
 
 def make_critic(
@@ -48,17 +49,29 @@ class Standardize(nn.Module):
         return (inputs - self.fixed_mean) * self.fixed_scale
 
 
+def linear_in_float32(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Returns a linear layer's output for inputs `[B, n]`."""
+    if torch.compiler.is_compiling() and inputs.device.type == "cpu":
+        # A product that already adds the bias first copies it to each row. Inductor turns a sum
+        # into such a product, but not a difference, which it computes together with what follows.
+        return torch.sub(linear(inputs, weight), bias, alpha=-1)
+    return linear(inputs, weight, bias)
+
+
 def linear_in_bf16(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Returns a linear layer's float32 output for inputs `[..., n]`, computed in bfloat16.
+    """Returns a linear layer's float32 output for inputs `[B, n]`, computed in bfloat16.
 
     Autograd casts the output's gradient to bfloat16 too, so its products are also in bfloat16.
-    `torch.compile` fuses the casts.
+    `torch.compile` fuses the casts. Narrow layers are computed in float32, since casting them takes
+    longer than it saves.
     """
-    return linear(inputs.bfloat16(), weight.bfloat16(), bias.bfloat16()).float()
+    if min(weight.shape) < _WIDE:
+        return linear_in_float32(inputs, weight, bias)
+    return linear(inputs.bfloat16(), weight.bfloat16()).float() + bias
 
 
 LINEAR: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "float32": linear,
+    "float32": linear_in_float32,
     "bf16": linear_in_bf16,
 }
 
@@ -72,8 +85,9 @@ class Functional:
     Args:
         network: Linear layers, layer normalization, batch renormalization, dropout and functions
             without weights, in `nn.Sequential`.
-        precision: `float32`, or `bf16` to compute the matrix products of linear layers in bfloat16,
-            and so those of their gradients. Weights, inputs and outputs of layers stay float32.
+        precision: `float32`, or `bf16` to compute the matrix products of wide linear layers in
+            bfloat16, and so those of their gradients. Weights, inputs and outputs of layers stay
+            float32.
     """
 
     def __init__(self, network: nn.Module, precision: str = "float32") -> None:

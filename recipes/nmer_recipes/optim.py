@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -127,12 +128,14 @@ class Adam(torch.optim.Adam):
         lr, eps, beta1, beta2 = (self._options[name] for name in ("lr", "eps", "beta1", "beta2"))
         torch._foreach_add_(moments.steps, 1)
         step = moments.steps[0]  # all are equal
+        # As `exp`, which Inductor computes once. It would compute `**` again for each few numbers.
+        first, second = (1 - torch.exp(step * math.log(beta)) for beta in (beta1, beta2))
         torch._foreach_lerp_(moments.first, gradients, 1 - beta1)
         torch._foreach_mul_(moments.second, beta2)
         torch._foreach_addcmul_(moments.second, gradients, gradients, 1 - beta2)
-        roots = torch._foreach_div(torch._foreach_sqrt(moments.second), (1 - beta2**step).sqrt())
+        roots = torch._foreach_mul(torch._foreach_sqrt(moments.second), second.rsqrt())
         moves = torch._foreach_div(moments.first, torch._foreach_add(roots, eps))
-        torch._foreach_sub_(weights, torch._foreach_mul(moves, lr / (1 - beta1**step)))
+        torch._foreach_sub_(weights, torch._foreach_mul(moves, lr / first))
 
 
 @torch.no_grad()
