@@ -29,6 +29,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "acting in the task itself": {"collector": "local"},
     "losses without tensordicts": {"losses": "direct"},
     "one compiled gradient step": {"compile": True},
+    "products of wide layers in bfloat16": {"precision": "bf16"},  # which rounds more
 }
 
 
