@@ -32,7 +32,7 @@ copy() { # the small files of complete runs, which are what is kept with the pro
 
 mkdir -p runs/study
 copy docs/results runs/study # so that no run is made twice
-case ${1:?rivals, suite, ratio20, walkers, sac, crossq, droq, sac_norm, data, offline, offline_online, learn, main, pendulum, baseline, baseline5, pairings or keep} in
+case ${1:?rivals, suite, ratio20, walkers, sac, crossq, droq, sac_norm, bf16, data, offline, offline_online, learn, main, pendulum, baseline, baseline5, pairings or keep} in
 rivals) # not compiled, since its first runs were not
     sweep recipes/td3.py rivals seed='range(5)' env=HalfCheetah replay=uniform,nmer,ct,1nn,mixup \
         total_frames=30000 random_frames=5000 replay_ratio=5 compile=false
@@ -70,6 +70,10 @@ droq)
 sac_norm)
     sweep recipes/sac.py sac_norm seed='range(3)' env=HalfCheetah replay=uniform,nmer \
         total_frames=20000 random_frames=5000 replay_ratio=20 layer_norm=true
+    ;;
+bf16) # a check of a setting, with one kind of replay
+    sweep recipes/td3.py bf16 seed='range(5)' env=HalfCheetah replay=uniform precision=float32,bf16 \
+        total_frames=30000 random_frames=5000 replay_ratio=5
     ;;
 # Recorded rows
 data) # what the next two parts learn from: all rows that TD3 stores in 100,000 frames
