@@ -986,7 +986,7 @@ def test_the_whole_report(tmp_path, capsys):
     assert settings["runs"][0].split()[0].startswith(str(tmp_path))
 
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", page)
-    assert len(pictures) == 6
+    assert len(pictures) == 8
     for name in pictures:
         picture = matplotlib.image.imread(out / name)
         assert picture.shape[0] > 200
@@ -1137,6 +1137,21 @@ def test_curves_show_seeds_bands_and_quoted_lines():
     assert all(line.get_linewidth() < mean.get_linewidth() for line in (*seeds, single))
     styles = {line.get_linestyle() for line in (mean, single, whole.lines[0])}
     assert len(styles) == 3
+
+
+def test_means_show_each_method_with_its_interval_and_its_runs():
+    runs = constant_runs([100, 200, 300, 400], replay__kind="uniform")
+    runs += constant_runs([500], replay__kind="ct")
+    comparison = one_comparison(runs)
+    table = tables.make_table(comparison, reps=100)
+    (axes,) = figures.draw_means(comparison, table, ["nmer", "uniform", "ct"]).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["uniform", "ct"]
+    seeds, interval, mean, *single = axes.lines
+    assert list(seeds.get_xdata()) == [100, 200, 300, 400]
+    assert tuple(interval.get_xdata()) == tuple(table[["iqm_low", "iqm_high"]].iloc[0])
+    assert mean.get_xdata() == 250
+    assert np.isnan(single[1].get_xdata()).all()  # a single run has no interval
+    assert single[2].get_xdata() == 500
 
 
 # The command

@@ -11,7 +11,13 @@ from tqdm import tqdm
 
 from nmer_recipes.reporting.cells import Cell, Comparison, compare
 from nmer_recipes.reporting.estimates import REPS, normalize, profiles
-from nmer_recipes.reporting.figures import draw_curves, draw_differences, draw_profiles, save
+from nmer_recipes.reporting.figures import (
+    draw_curves,
+    draw_differences,
+    draw_means,
+    draw_profiles,
+    save,
+)
 from nmer_recipes.reporting.latex import latex
 from nmer_recipes.reporting.notices import tell_about_cells, tell_about_comparison
 from nmer_recipes.reporting.read import Tell
@@ -115,6 +121,9 @@ def _section(
         markdown(show_glance(table, pooled)),
         markdown(show_table(table)),
     ]
+    if len(comparison.methods) > 1:
+        figures[f"means-{name}.png"] = draw_means(comparison, table, methods)
+        parts.append(f"![Interquartile means](means-{name}.png)\n")
     if len(paired):
         figures[f"differences-{name}.png"] = draw_differences(comparison, paired, methods)
         parts += ["Differences seed by seed:\n", markdown(show_paired_table(paired))]

@@ -1,4 +1,4 @@
-"""Draws learning curves, differences seed by seed, and performance profiles."""
+"""Draws learning curves, interquartile means, differences seed by seed, and profiles."""
 
 from __future__ import annotations
 
@@ -123,34 +123,71 @@ def _draw_quoted(axes: Axes, task: Task) -> None:
         )
 
 
+def draw_means(comparison: Comparison, table: pd.DataFrame, methods: list[str]) -> Figure:
+    """Draws a panel for each task: each method's interquartile mean, with its interval."""
+    ours = table[table["seeds"] > 0]
+    panels = _by_task(comparison, ours)
+    figure, grid = _make_grid(panels)
+    for axes, (task, rows) in zip(grid, panels, strict=True):
+        for place, row in enumerate(rows):
+            color = _look(methods, row["method"])["color"]
+            scores = comparison.cell(task, row["method"]).scores
+            axes.plot(scores, [place] * len(scores), "|", color=color, ms=9)
+            axes.plot([row["iqm_low"], row["iqm_high"]], [place] * 2, color=color)
+            axes.plot(row["iqm"], place, "o", color=color)
+        _finish_rows(axes, task, rows, [row["method"] for row in rows])
+        axes.set_xlabel("interquartile mean of the score")
+    figure.suptitle(f"{comparison.title}: 95 % bootstrap intervals, ticks are seeds", fontsize=11)
+    return figure
+
+
 def draw_differences(comparison: Comparison, paired: pd.DataFrame, methods: list[str]) -> Figure:
     """Draws a panel for each task: one method's score minus another's, with its interval."""
-    panels = [
-        (Task(comparison.agent, *place), rows.to_dict("records"))
-        for place, rows in paired.groupby(["env", "version", "frames"], sort=False)
-    ]
-    height = 0.3 * max(len(rows) for _, rows in panels) + 1.6
-    columns = min(_COLUMNS, len(panels))
-    lines = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(4.2 * max(columns, 1.4), height * lines), layout="constrained")
-    grid = figure.subplots(lines, columns, squeeze=False)
-    for axes, (task, rows) in zip(grid.flat, panels, strict=False):
+    panels = _by_task(comparison, paired)
+    figure, grid = _make_grid(panels)
+    for axes, (task, rows) in zip(grid, panels, strict=True):
         for place, row in enumerate(rows):
             color, gaps = _look(methods, row["method"])["color"], row["score_by_seed"].split()
             axes.plot([float(gap) for gap in gaps], [place] * len(gaps), "|", color=color, ms=9)
             axes.plot([row["score_low"], row["score_high"]], [place] * 2, color=color)
             axes.plot(row["score"], place, "o", color=color)
         axes.axvline(0, color="0.35", linewidth=1)
-        axes.set_yticks(range(len(rows)), [f"{row['method']} − {row['against']}" for row in rows])
-        axes.set_title(_title(task, [row["seeds"] for row in rows]), fontsize=10)
+        names = [f"{row['method']} − {row['against']}" for row in rows]
+        _finish_rows(axes, task, rows, names)
         axes.set_xlabel("difference in score")
-        axes.xaxis.set_major_locator(MaxNLocator(6))
-        axes.invert_yaxis()
-        axes.grid(axis="x", alpha=0.3)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_axis_off()
     figure.suptitle(f"{comparison.title}: 95 % intervals, ticks are seeds", fontsize=11)
     return figure
+
+
+_Panels = list[tuple[Task, list[dict[str, Any]]]]
+
+
+def _by_task(comparison: Comparison, frame: pd.DataFrame) -> _Panels:
+    """Returns each task with its rows of a table."""
+    return [
+        (Task(comparison.agent, *place), rows.to_dict("records"))
+        for place, rows in frame.groupby(["env", "version", "frames"], sort=False)
+    ]
+
+
+def _make_grid(panels: _Panels) -> tuple[Figure, list[Axes]]:
+    """Returns a figure with a panel for each task, high enough for all rows."""
+    height = 0.3 * max(len(rows) for _, rows in panels) + 1.6
+    columns = min(_COLUMNS, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(4.2 * max(columns, 1.4), height * lines), layout="constrained")
+    grid = figure.subplots(lines, columns, squeeze=False).flat
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    return figure, list(grid[: len(panels)])
+
+
+def _finish_rows(axes: Axes, task: Task, rows: list[dict[str, Any]], names: list[str]) -> None:
+    axes.set_yticks(range(len(rows)), names)
+    axes.set_title(_title(task, [int(row["seeds"]) for row in rows]), fontsize=10)
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
 
 
 def draw_profiles(title: str, profiles: dict[str, Profile], methods: list[str]) -> Figure:
