@@ -200,6 +200,7 @@ RECIPES = {
     "nmer_recipes/checkpoint.py": {"_rng"},  # of TorchRL's samplers, whose state names a device
     "nmer_recipes/compiling.py": {"_dynamo"},  # torch's, a setting of the compiler
     "nmer_recipes/envs.py": {"_elapsed_steps"},  # Gymnasium's
+    "nmer_recipes/products.py": {"_linear_pointwise"},  # torch's, the only way to oneDNN's products
     "crossq.py": {"_foreach_copy_"},  # torch's
     "nmer_recipes/optim.py": {  # torch's
         "_foreach_add",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nmer_recipes.blocks import Batch
 from nmer_recipes.errors import UsageError
+from nmer_recipes.products import compile_options
 
 _WORTH = 50_000  # updates from which compiling (about a minute) saves time
 _WARM_UP = 3  # calls before a CUDA graph is captured; they compile and tune the function
@@ -72,7 +73,8 @@ def maybe_compile(cfg: DictConfig, step: Callable[..., Results]) -> Callable[...
         return step
     # Each value of the constants, such as whether a step updates the actor, has its own graph.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    return torch.compile(torch.no_grad()(step), fullgraph=True, dynamic=False)
+    options = compile_options(torch.device(cfg.device))
+    return torch.compile(torch.no_grad()(step), fullgraph=True, dynamic=False, options=options)
 
 
 def maybe_capture(cfg: DictConfig, update: Callable[..., Results]) -> Callable[..., Results]:

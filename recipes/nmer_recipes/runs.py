@@ -261,7 +261,7 @@ class Run:
             )
             if torch.device(self.cfg.device).type == "cpu" and misses_avx512():
                 self.bar.write(
-                    "Matrix products do not use the AVX-512 instructions of this AMD processor. "
+                    "Some matrix products do not use this AMD processor's AVX-512 instructions. "
                     "The section on AMD processors in docs/benchmarks.md shows how to change that.",
                     file=sys.stderr,
                 )
