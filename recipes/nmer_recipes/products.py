@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from nmer_recipes.provenance import misses_avx512
 
@@ -45,10 +45,26 @@ class UseOneDNN(CustomGraphPass):
             left, right = (argument.meta["val"] for argument in node.args)
             if left.dtype == torch.float32 and left.numel() * right.shape[1] >= _LEAST:
                 node.target = torch.ops.nmer_recipes.multiply.default
+                if not left.is_contiguous():
+                    _copy(graph, node)
 
     def uuid(self) -> Any:
         """Returns what tells versions of this pass apart in the compiler's cache."""
         return get_hash_for_files((__file__,))
+
+
+def _copy(graph: Graph, node: Node) -> None:
+    """Makes the left side of a product contiguous.
+
+    oneDNN would copy it itself, but Inductor copies it together with what computes it.
+    """
+    given = node.args[0]
+    with graph.inserting_before(node):
+        copied = graph.call_function(
+            torch.ops.aten.clone.default, (given,), {"memory_format": torch.contiguous_format}
+        )
+    copied.meta["val"] = given.meta["val"].contiguous()
+    node.update_arg(0, copied)
 
 
 def compile_options(device: torch.device) -> dict[str, Any] | None:
