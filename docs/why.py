@@ -15,6 +15,9 @@ import yaml
 from figures import BLUE, GREEN, GREY, ORANGE, STYLE
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy.stats import beta
+
+from nmer_torchrl import NMER
 
 DOCS = Path(__file__).parent
 TASKS = ("HalfCheetah", "Hopper")  # NMER is ahead on the first, no difference is shown on the other
@@ -37,6 +40,12 @@ def read_errors(task: str) -> pd.DataFrame:
     return pd.read_csv(DOCS / "manifold" / f"{task}.csv").set_index(["method", "size"]).state
 
 
+def weigh() -> float:
+    """Returns the mean of `1 / (w**2 + (1 - w)**2)`, the rows that a mix of weight w counts as."""
+    weight = beta(NMER().alpha, NMER().alpha)
+    return float(weight.expect(lambda w: 1 / (w**2 + (1 - w) ** 2)))
+
+
 def make_table() -> str:
     """Returns the measurements as a Markdown table."""
     measured: dict[str, list[str]] = {}
@@ -55,8 +64,8 @@ def make_table() -> str:
             "distance to the neighbor, 10,200 frames": f"{distance[10_200]:.2f}",
             "distance to the neighbor, 30,000 frames": f"{distance[30_000]:.2f}",
             "share of mixed rows": f"{share:.3f}",
-            "rows behind one update of 100, uniform": "100",
-            "rows behind one update of 100, NMER": f"{100 * (1 + share):.0f}",
+            "rows in a batch of 100, NMER": f"{100 * (1 + share):.0f}",
+            "effective rows in a batch of 100, NMER": f"{100 * (1 + share * (weigh() - 1)):.0f}",
             "on-manifold error, 10,000 rows, NMER": f"{errors['nmer_10', 10_000]:.4f}",
             "on-manifold error, 10,000 rows, `ct`": f"{errors['ct', 10_000]:.4f}",
             "on-manifold error, 10,000 rows, `mixup`": f"{errors['mixup', 10_000]:.4f}",

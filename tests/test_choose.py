@@ -68,14 +68,14 @@ def on_learning():
         f"In the same {NUMBERS[len(behind)]} pairs of runs on HalfCheetah, the score of `1nn` "
         f"(k = 1) minus the score of k = {NMER().k} is {', '.join(first)} and {last}."
     )
-    rows = table("main", "HalfCheetah")
+    rows = table("rivals", "HalfCheetah")
     ends = f"{spread(rows.loc['nmer'])} and uniform replay {spread(rows.loc['uniform'])}"
-    yield f"**5**: After {most} frames of HalfCheetah, NMER scores {ends}, in four seeds."
-    yield f"The difference is {paired('main', 'HalfCheetah')}."
+    yield f"**5**: After {most} frames of HalfCheetah, NMER scores {ends}, in five seeds."
+    yield f"The difference is {paired('rivals', 'HalfCheetah')}."
     other = f"{paired('main', 'Hopper')} on Hopper and {paired('main', 'Walker2d')} on Walker2d"
     yield f"After {most} frames, NMER's score minus the score of uniform replay is {other}"
     minutes = [table("main", env).seconds_per_run["nmer"] / 60 for env in TASKS]
-    yield f"runs of {most} frames at ratio 5 took {range_of(minutes)} minutes"
+    yield f"runs of {most} frames with NMER at ratio 5 took {range_of(minutes)} minutes"
     times = [table("main", env).seconds_per_run for env in TASKS]
     longer = range_of([100 * (each["nmer"] / each["uniform"] - 1) for each in times])
     yield f"| {NMER().k} | 5 | runs take {longer} % longer |"

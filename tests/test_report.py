@@ -400,6 +400,9 @@ def test_nmer_is_compared_with_every_method_and_every_method_with_uniform():
         ("1nn", "uniform"): "not shown",
     }
     assert frame["score"]["nmer", "ct"] == pytest.approx(-10 / 3)
+    of_nmer = [method == "nmer" for method, _ in frame.index]
+    assert frame.index[0] == ("nmer", "uniform")
+    assert of_nmer == sorted(of_nmer, reverse=True)
     runs = constant_runs([9, 9, 9], replay__kind="uniform") + constant_runs([1, 2, 3])
     assert list(tables.make_paired_table(one_comparison(runs))["verdict"]) == ["behind"]
 
@@ -1137,6 +1140,22 @@ def test_curves_show_seeds_bands_and_quoted_lines():
     assert all(line.get_linewidth() < mean.get_linewidth() for line in (*seeds, single))
     styles = {line.get_linestyle() for line in (mean, single, whole.lines[0])}
     assert len(styles) == 3
+
+
+def test_a_method_has_the_same_color_in_every_report():
+    assert figures._look(["nmer"], "nmer") == figures._look(["1nn", "nmer", "per"], "nmer")
+    others = ["gp", "per", "s4rl", "noisy"]
+    methods = ["nmer", "uniform", "ct", "mixup", "1nn", *others]
+    assert len({figures._look(others, method)["color"] for method in methods}) == len(methods)
+
+
+def test_seeds_have_lines_only_where_few_methods_share_a_panel():
+    few = constant_runs([1, 2, 3]) + constant_runs([4, 5], replay__kind="uniform")
+    many = few + constant_runs([6, 7], replay__kind="ct") + constant_runs([8], replay__kind="1nn")
+    for runs, lines in ((few, 2 + 5), (many, 4)):
+        (axes,) = figures.draw_curves(one_comparison(runs), []).axes
+        drawn = [line for line in axes.lines if "quoted" not in line.get_label()]
+        assert len(drawn) == lines
 
 
 def test_means_show_each_method_with_its_interval_and_its_runs():

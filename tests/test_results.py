@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import itertools
 import json
 import os
 import re
@@ -14,8 +15,10 @@ import pytest
 import yaml
 from recipe_helpers import RECIPES
 from result_helpers import RESULTS, ROOT, by_seed, range_of, spread, table
+from scipy.stats import t, ttest_1samp
 
 import report  # isort: skip
+from nmer_recipes.reporting.estimates import mean_difference  # isort: skip
 
 PARTS = sorted(path for path in RESULTS.iterdir() if path.is_dir())
 RUNS = sorted(path.parent for path in RESULTS.rglob("metrics.csv"))
@@ -35,6 +38,8 @@ def test_reports_are_those_of_the_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for line in result.stdout.splitlines():
         program, *words = line.rstrip("\t").split("\t")
+        if program == "docs/why.py":  # see test_words_on_why
+            continue
         assert program == "recipes/report.py"
         report.main(words)
     for part in PARTS:
@@ -131,6 +136,12 @@ def test_words_on_hopper():
     says("Two runs with uniform replay (seeds 0 and 1) and one with NMER (seed 1) learned to stand")
     later = range_of([f.iloc[-1] - f.iloc[0] for f in stands if len(f)])
     says(f"Each stopped doing so {later} frames later")
+    shares = [
+        100 * each["eval/return"][each["eval/length"] == 1000].sum() / each["eval/return"].sum()
+        for each in uniform + nmer
+    ]
+    stood = enumerate_words([f"{share:.0f}" for share in shares if share])
+    says(f"make up {stood} % of the area of these three runs")
 
 
 def test_words_on_the_pendulum():
@@ -142,6 +153,33 @@ def test_words_on_the_pendulum():
         "the first evaluation in which all episodes last 1,000 steps is at frame "
         f"{first['nmer']}, and with uniform replay at {first['uniform']}."
     )
+    paired = pd.read_csv(RESULTS / "pendulum" / "paired.csv").iloc[0]
+    area = np.mean(
+        [t["eval/return"].mean() for t in series("pendulum", "InvertedDoublePendulum", "uniform")]
+    )
+    shares = {round(100 * abs(edge) / area) for edge in (paired.area_low, paired.area_high)}
+    says(f"its interval extends to {shares.pop()} % of the area on either side of zero")
+    assert not shares
+
+
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [
+        ("rivals", "is HalfCheetah with {} frames, the first {} of them random."),
+        ("suite", "finger-spin with {} frames, the first {} of them random."),
+        ("main", "{} frames, the first {} of them random, and 5 updates per frame after these."),
+        ("pendulum", "{} frames, the first {} of them random, at the same ratio, ten seeds."),
+        ("baseline", "{} frames, the first {} of them random, three seeds."),
+    ],
+)
+def test_words_on_budgets(part, sentence):
+    names = ("total_frames", "random_frames")
+    configs = [yaml.safe_load(path.read_text()) for path in (RESULTS / part).rglob("config.yaml")]
+    ((budget, ratio),) = {
+        (tuple(f"{config[name]:,}" for name in names), config["replay_ratio"]) for config in configs
+    }
+    says(sentence.format(*budget))
+    assert ratio == {"baseline": 1}.get(part, 5)
 
 
 def test_words_on_time_and_on_other_pairs():
@@ -167,11 +205,19 @@ def test_words_on_rivals():
     behind = paired.index[paired.score_high < 0].tolist()
     assert behind == [("nmer", "ct")]
     assert (paired.score_low > 0).sum() == len(ahead)
-    says(f"{enumerate_words(names)} are ahead of uniform replay. NMER is behind `ct`. No other")
+    says(f"{enumerate_words(names)} are ahead of uniform replay. NMER is behind `ct`. Between NMER")
     assert {"1nn", "mixup"} <= {*ahead}
-    says("not shown. Both are ahead of uniform replay, too.")
     assert len(paired) == 7
     says("These are seven comparisons.")
+    chances = paired.score_by_seed.map(
+        lambda gaps: ttest_1samp(np.array(gaps.split(), float), 0).pvalue
+    )
+    assert chances.index[chances < 0.05 / 7].tolist() == [("ct", "uniform")]
+    says("correction for seven, only `ct` is still ahead of uniform replay.")
+    assert chances["nmer", "uniform"] < 0.05 / 2 < chances["nmer", "ct"]
+    says(
+        "With that for the two main ones, NMER is still ahead of uniform replay, and its difference"
+    )
     gaps = by_seed("rivals", "HalfCheetah", "score")
     assert min(gaps) > 0
     says(f"NMER is ahead in each of {NUMBERS[len(gaps)]} seeds. The first study agrees.")
@@ -182,12 +228,55 @@ def test_words_on_rivals():
         begin = "minus the" if other == "mixup" else "NMER's score minus the"
         name = "uniform replay is" if other == "uniform" else f"`{other}` is"
         says(f"{begin} score of {name.removesuffix(' is') if other == 'mixup' else name} {gap}")
+    near, any_row = (
+        "{:+.0f} [{:+.0f}, {:+.0f}]".format(*paired.loc[("nmer", other), GAP])
+        for other in ("1nn", "mixup")
+    )
+    says(
+        f"NMER's score minus theirs is {near} and {any_row}. Both are ahead of uniform replay, too"
+    )
+    says("Both are ahead of uniform replay, too.", "README.md")
     says(f", and {range_of(gaps)} by seed.")
     row = paired.loc["nmer", "ct"]
     assert row.area_high < 0
     assert row.score_high < 0
     area = f"[{row.area_low:+.0f}, {row.area_high:+.0f}]"
     says(f"The interval of the area, {area}, lies below zero, too")
+    means = {
+        name: sum(each.score for each in runs[name]) / len(runs[name]) for name in ("nmer", "ct")
+    }
+    frames, above = runs["ct"][0].frames, means["ct"] > means["nmer"]
+    last = frames[~above].iloc[-1]
+    assert above[frames <= last].mean() < 0.25
+    says(f"above NMER's in every evaluation after frame {last:,}, and in few of those before.")
+    seconds = [
+        json.loads(path.read_text())["seconds"]
+        for path in (RESULTS / "rivals").rglob("summary.json")
+    ]
+    says(f"all runs of `rivals` together took {sum(seconds) / 3600:.0f} hours instead of six")
+
+
+def test_words_on_published_results():
+    page = (ROOT / "docs" / "results.md").read_text()
+    (block,) = re.findall(r"(?:^\| quoted.*\n)(?:^\|.*\n)+", page, flags=re.MULTILINE)
+    header, _, *lines = [
+        [each.strip() for each in line.split("|")[1:-1]] for line in block.splitlines()
+    ]
+    rows = {line[0].split("TD3 with ")[-1]: line for line in lines}
+    column = header.index("HalfCheetah, 33K frames")
+    early = [int(rows[name][column].split()[0]) for name in ("REDQ", "DroQ", "CrossQ")]
+    says(f"score {range_of(early, '.0f')}, and SAC {rows['SAC'][column]}")
+    for name, method in (("uniform replay", "uniform"), ("NMER", "nmer"), ("`ct`", "ct")):
+        means = [table("rivals", "HalfCheetah").loc[method]]
+        means += [
+            table("main", env).loc[method] for env in ("Walker2d", "Hopper") if method != "ct"
+        ]
+        assert rows[name][1:-4] == [
+            "5",
+            ", ".join(f"{row.seeds:.0f}" for row in means),
+            *(f"{row['mean']:.0f}" for row in means),
+            *[""] * (3 - len(means)),
+        ]
 
 
 def test_words_on_the_suite():
@@ -223,19 +312,38 @@ def test_words_on_the_suite():
         for gap in rows.loc[task, "nmer", "uniform"].score_by_seed.split()
     ]
     says(f"ranges from {min(gaps):+.0f} to {max(gaps):+.0f} on single tasks and seeds")
+    says(f"and its four means over the tasks are {means_over_tasks(gaps)}.")
+    clip = enumerate_words([f"{gap:+.0f}" for gap in sorted(gaps[:4])[::-1]][1:])
+    assert max(gaps[:4]) == gaps[1] == max(gaps)
+    says(f"the largest difference in score, {gaps[1]:+.0f}. The others have {clip}.", "README.md")
+    share, independent = judge_by_chance(np.reshape(gaps, (4, 4)))
+    says(f"only {100 * share:.1f} % give an interval that excludes zero")
+    says(f"taken as independent, it is [{independent[0]:+.1f}, {independent[1]:+.1f}] (Welch)")
+    ends = {}
+    for run in (RESULTS / "suite").glob("*finger-spin*"):
+        method = re.search(r"replay=(\w+)", run.name)[1]
+        score = json.loads((run / "summary.json").read_text())["score"]
+        ends.setdefault(method, []).append(score)
+    never = {method: sum(score < 7 for score in scores) for method, scores in ends.items()}
+    assert (never, sum(map(len, ends.values()))) == ({"uniform": 2, "ct": 2, "nmer": 1}, 12)
+    assert min(score for scores in ends.values() for score in scores if score >= 7) > 200
+    says(
+        "five of twelve runs never learn and score below 7 (two with uniform replay, two with `ct`"
+    )
     row = rows.loc["mean of 4 tasks", "nmer", "uniform"]
     assert row.area_low < 0 < row.area_high
-    says(f"the interval of their area, [{row.area_low:+.1f}, {row.area_high:+.1f}], includes zero")
+    says(f"The interval of their area, [{row.area_low:+.1f}, {row.area_high:+.1f}], includes zero")
     counts = rows.seeds[tasks]
     state = f"{NUMBERS[counts.min()].capitalize()} of four seeds are complete"
     state += "" if counts.min() == counts.max() else ", and a part of the next"
     says("All four seeds are complete." if counts.min() == 4 else f"{state}.")
     uniform, rival = (rows.loc["mean of 4 tasks", "nmer", other] for other in ("uniform", "ct"))
-    answer = {"ahead": "on average, yes", "behind": "no", "not shown": "not shown"}[uniform.verdict]
+    assert uniform.verdict == "ahead"
+    answer = "ahead by the protocol's rule, but not settled"
     seeds = NUMBERS[uniform.seeds]
     says(f"Faster than uniform replay on four tasks of the DeepMind Control Suite: {answer}.")
-    says(f"of uniform replay is {gap_of(uniform)}, and minus the score of `ct` {gap_of(rival)}")
-    says(f"([{seeds} seeds](#four-tasks-of-the-deepmind-control-suite))")
+    says(f"of uniform replay is {gap_of(uniform)}. This interval is [narrow by chance]")
+    says(f"Over the tasks, NMER's score minus the score of `ct` is {gap_of(rival)}")
     says(f"Four tasks of the DeepMind Control Suite: {answer}.", "README.md")
     says(f"of uniform replay is {gap_of(uniform)}, with {seeds} seeds", "README.md")
     assert rival.verdict == "not shown"
@@ -243,6 +351,32 @@ def test_words_on_the_suite():
     one_by_one = {rows.loc[task, "nmer", "uniform"].verdict for task in tasks}
     single = "single tasks" if one_by_one == {"not shown"} else "most single tasks"
     says(f"InvertedDoublePendulum and {single} of the DeepMind Control Suite, and", "README.md")
+
+
+def means_over_tasks(gaps: list[float]) -> str:
+    """Returns the mean over the tasks for each seed; `gaps` lists the tasks one after another."""
+    return enumerate_words([f"{gap:.1f}" for gap in np.reshape(gaps, (4, 4)).mean(0)])
+
+
+def judge_by_chance(gaps: np.ndarray) -> tuple[float, tuple[float, float]]:
+    """Returns two measures of how much the interval of a mean `[tasks, seeds]` owes to chance.
+
+    The first is the share of the ways to match seeds between tasks whose interval excludes zero.
+    The second is the interval if the tasks are independent (Welch and Satterthwaite).
+    """
+    orders = [list(order) for order in itertools.permutations(range(gaps.shape[1]))]
+    ways = [
+        mean_difference(np.mean([gaps[0], *map(np.take, gaps[1:], chosen)], 0)).low > 0
+        for chosen in itertools.product(orders, repeat=len(gaps) - 1)
+    ]
+    n = gaps.shape[1]
+    parts = gaps.var(1, ddof=1) / n / len(gaps) ** 2
+    freedom = parts.sum() ** 2 / (parts**2 / (n - 1)).sum()
+    interval = t.interval(0.95, freedom, gaps.mean(), np.sqrt(parts.sum()))
+    return float(np.mean(ways)), interval
+
+
+GAP = ["score", "score_low", "score_high"]
 
 
 def gap_of(row: pd.Series) -> str:
@@ -257,8 +391,8 @@ def test_first_lines_of_page_and_readme():
     says(f"`ct` mixes a row with the next row of its episode and scores {rival}.")
     seeds = NUMBERS[len(by_seed("rivals", "HalfCheetah", "score"))]
     says(
-        f"TD3 on HalfCheetah-v5, 30,000 frames, {seeds} seeds: {nmer} with NMER, {uniform} with "
-        "uniform replay. NMER is ahead in every seed.",
+        f"TD3 on HalfCheetah-v5, replay ratio 5, 30,000 frames, {seeds} seeds: {nmer} with NMER, "
+        f"{uniform} with uniform replay. NMER is ahead in every seed.",
         "README.md",
     )
     first, second = (
@@ -284,10 +418,22 @@ def test_words_on_why(tmp_path, monkeypatch):
     assert drawn == committed
     errors = why.read_errors("HalfCheetah")
     ratio = errors["nmer_10", 10_000] / errors["ct", 10_000]
-    says(f"with 10,000 rows NMER's on-manifold error is {ratio:.1f} of the error of `ct`")
+    says(f"With 10,000 rows, NMER's on-manifold error is {ratio:.1f} of the error of `ct`")
     for task, sign in (("HalfCheetah", -1), ("Hopper", 1)):
         biases = [why.read_runs(task, m)["eval/overestimation"].mean() for m in why.COLORS]
         assert all(sign * bias > 0 for bias in biases)
+    shares, closer = [], []
+    for method in why.COLORS:
+        runs = why.read_runs("HalfCheetah", method)
+        shares.append(-100 * runs["eval/overestimation"].mean() / runs["eval/monte_carlo"].mean())
+    says("by {:.0f} % of the return with uniform replay and by {:.0f} % with NMER".format(*shares))
+    for task in why.TASKS:
+        distance = why.read_runs(task, "nmer").groupby("frames")["replay/neighbor_distance"].mean()
+        closer.append(100 - 100 * distance[30_000] / distance[10_200])
+    says("come closer by {:.0f} % there and by {:.0f} % on Hopper".format(*closer))
+    errors = why.read_errors("Hopper")
+    ratio = errors["nmer_10", 10_000] / errors["ct", 10_000]
+    says(f"On Hopper, NMER's on-manifold error is {ratio:.1f} times the error of `ct`")
 
 
 NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}

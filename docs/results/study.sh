@@ -151,3 +151,4 @@ for part in docs/results/*/; do
     esac
     "$python" recipes/report.py "${runs[@]}" --out "${part%/}" --no-pdf # so that the project stays small
 done
+"$python" docs/why.py >/dev/null # the figure of the section "Why"

@@ -68,8 +68,7 @@ def write_report(
     for comparison in comparisons:
         tell_about_comparison(comparison, tell)
     out.mkdir(parents=True, exist_ok=True)
-    methods = ["nmer", "uniform"]  # which look the same in every report
-    methods += sorted({cell.method for cell in cells} - set(methods))
+    methods = sorted({cell.method for cell in cells})
     tables, paired, pooled, page, tex = [], [], [], [], []
     for comparison in tqdm(comparisons, desc="statistics", unit="comparison", disable=None):
         tables.append(make_table(comparison, reps=reps))

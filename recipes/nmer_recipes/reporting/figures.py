@@ -21,6 +21,16 @@ from nmer_recipes.reporting.estimates import Profile
 from nmer_recipes.scores import WINDOW
 
 _COLUMNS = 3  # panels side by side
+_FEW = 3  # methods up to which each seed has a line of its own
+# Methods that have the same color in every figure, as in docs/figures.py, and colors of the others.
+_COLORS = {
+    "nmer": "#0072B2",
+    "uniform": "#999999",
+    "ct": "#E69F00",
+    "mixup": "#009E73",
+    "1nn": "#D55E00",
+}
+_OTHERS = ["#CC79A7", "#56B4E9", "#8C564B", "#000000", "#BCBD22", "#9467BD", "#17BECF"]
 # Line styles of the means, chosen by the method's place in the report, as the color is.
 _STYLES = ["-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (3, 1)), (0, (8, 3))]
 _MEAN, _SINGLE, _SEED = 2.0, 1.1, 0.5  # line widths
@@ -43,22 +53,26 @@ def save(figure: Figure, path: Path, *, pdf: bool = True) -> None:
 
 def _look(methods: list[str], method: str) -> dict[str, Any]:
     """Returns a method's color and line style."""
-    place = methods.index(method)
-    color = matplotlib.colormaps["tab10"](place % 10)
-    return {"color": color, "linestyle": _STYLES[place % len(_STYLES)]}
+    place = [*_COLORS, *(name for name in methods if name not in _COLORS)].index(method)
+    colors = [*_COLORS.values(), *_OTHERS]
+    return {
+        "color": colors[place % len(colors)],
+        "linestyle": _STYLES[place % len(_STYLES)],
+    }
 
 
 def draw_curves(comparison: Comparison, methods: list[str]) -> Figure:
     """Draws a panel per task; `methods` lists all of the report, so that each keeps its look."""
     tasks = comparison.tasks
-    columns = 2 if len(tasks) == 4 else min(_COLUMNS, len(tasks))
+    columns = _count_columns(len(tasks))
     lines = math.ceil(len(tasks) / columns)
     figure = Figure(figsize=(4.2 * max(columns, 1.4), 3.2 * lines + 0.6), layout="constrained")
     grid = figure.subplots(lines, columns, squeeze=False)
     for axes, task in zip(grid.flat, tasks, strict=False):
         for method in comparison.methods:
             if (cell := comparison.cell(task, method)) is not None:
-                _draw_cell(axes, cell, _look(methods, method))
+                seeds = len(comparison.methods) <= _FEW
+                _draw_cell(axes, cell, _look(methods, method), seeds=seeds)
         _draw_quoted(axes, task)
         counts = [len(cell.runs) for cell in comparison.cells if cell.task == task]
         axes.set_title(_title(task, counts), fontsize=10)
@@ -88,6 +102,11 @@ def draw_curves(comparison: Comparison, methods: list[str]) -> Figure:
     return figure
 
 
+def _count_columns(panels: int) -> int:
+    """Returns the number of panels side by side."""
+    return 2 if panels == 4 else min(_COLUMNS, panels)
+
+
 def _title(task: Task, counts: list[int]) -> str:
     """Returns a title such as `Hopper-v5 (1 to 4 seeds)`."""
     least, most = min(counts), max(counts)
@@ -95,10 +114,11 @@ def _title(task: Task, counts: list[int]) -> str:
     return textwrap.fill(f"{task.name} ({seeds} seed{'s' if most > 1 else ''})", 50)
 
 
-def _draw_cell(axes: Axes, cell: Cell, look: dict[str, Any]) -> None:
+def _draw_cell(axes: Axes, cell: Cell, look: dict[str, Any], *, seeds: bool) -> None:
     """Draws the mean of the smoothed returns over seeds, one standard deviation, and each seed.
 
-    A single run is not a mean, so its line is thinner.
+    A single run is not a mean, so its line is thinner. Lines of seeds are left out where many
+    methods share a panel.
     """
     frames = reduce(np.intersect1d, [run.frames for run in cell.runs])
     curves = np.stack([run.smooth_returns[np.isin(run.frames, frames)] for run in cell.runs])
@@ -108,7 +128,8 @@ def _draw_cell(axes: Axes, cell: Cell, look: dict[str, Any]) -> None:
     if len(curves) > 1:
         std, color = curves.std(0, ddof=1), look["color"]
         axes.fill_between(frames, mean - std, mean + std, color=color, alpha=0.15, linewidth=0)
-        axes.plot(frames, curves.T, color=color, alpha=0.5, linewidth=_SEED)
+        if seeds:
+            axes.plot(frames, curves.T, color=color, alpha=0.5, linewidth=_SEED)
 
 
 def _draw_quoted(axes: Axes, task: Task) -> None:
@@ -137,7 +158,9 @@ def draw_means(comparison: Comparison, table: pd.DataFrame, methods: list[str]) 
             axes.plot(row["iqm"], place, "o", color=color)
         _finish_rows(axes, task, rows, [row["method"] for row in rows])
         axes.set_xlabel("interquartile mean of the score")
-    figure.suptitle(f"{comparison.title}: 95 % bootstrap intervals, ticks are seeds", fontsize=11)
+    few = ours["seeds"].max() <= 4  # so few runs that the interval is their range
+    lines = "lowest to highest run" if few else "95 % bootstrap intervals"
+    figure.suptitle(f"{comparison.title}: {lines}, ticks are seeds", fontsize=11)
     return figure
 
 
@@ -154,7 +177,7 @@ def draw_differences(comparison: Comparison, paired: pd.DataFrame, methods: list
         axes.axvline(0, color="0.35", linewidth=1)
         names = [f"{row['method']} − {row['against']}" for row in rows]
         _finish_rows(axes, task, rows, names)
-        axes.set_xlabel("difference in score")
+        axes.set_xlabel("← behind    difference in score    ahead →")
     figure.suptitle(f"{comparison.title}: 95 % intervals, ticks are seeds", fontsize=11)
     return figure
 
@@ -173,7 +196,7 @@ def _by_task(comparison: Comparison, frame: pd.DataFrame) -> _Panels:
 def _make_grid(panels: _Panels) -> tuple[Figure, list[Axes]]:
     """Returns a figure with a panel for each task, high enough for all rows."""
     height = 0.3 * max(len(rows) for _, rows in panels) + 1.6
-    columns = min(_COLUMNS, len(panels))
+    columns = _count_columns(len(panels))
     lines = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(4.2 * max(columns, 1.4), height * lines), layout="constrained")
     grid = figure.subplots(lines, columns, squeeze=False).flat
@@ -184,6 +207,7 @@ def _make_grid(panels: _Panels) -> tuple[Figure, list[Axes]]:
 
 def _finish_rows(axes: Axes, task: Task, rows: list[dict[str, Any]], names: list[str]) -> None:
     axes.set_yticks(range(len(rows)), names)
+    axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.set_title(_title(task, [int(row["seeds"]) for row in rows]), fontsize=10)
     axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.invert_yaxis()

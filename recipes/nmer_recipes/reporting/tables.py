@@ -121,16 +121,17 @@ def _row(comparison: Comparison, cell: Cell, reps: int) -> dict[str, object]:
 def make_paired_table(comparison: Comparison) -> pd.DataFrame:
     """Returns a row per task and pair of methods: the score differences by seed.
 
-    Every method is compared with uniform replay, and NMER with every other method. The same seed
-    gives the recipes' methods the same networks, random frames and resets. The area is the mean
-    return of all evaluations after the random frames: how early, not how far. A method is ahead or
-    behind if the interval of the score's difference lies above or below zero.
+    NMER is compared with every other method, with uniform replay first, and then every other method
+    with uniform replay. The same seed gives the recipes' methods the same networks, random frames
+    and resets. The area is the mean return of all evaluations after the random frames. A method is
+    ahead or behind if the interval of the score's difference lies above or below zero.
 
     If the returns of all tasks have the same range, the last rows are of the mean over the tasks.
     """
     rows, by_pair = [], {}
-    for cell, other in itertools.permutations(comparison.cells, 2):
-        if cell.task != other.task or (other.method != "uniform" and cell.method != "nmer"):
+    for task, pair in itertools.product(comparison.tasks, _pairs(comparison.methods)):
+        cell, other = (comparison.cell(task, method) for method in pair)
+        if cell is None or other is None:
             continue
         others = {run.seed: run for run in other.runs}
         gaps = {
@@ -141,10 +142,17 @@ def make_paired_table(comparison: Comparison) -> pd.DataFrame:
             if run.seed in others
         }
         if gaps:
-            pair = cell.method, other.method
-            rows.append(_paired_row(comparison, cell.task, *pair, list(gaps.values())))
-            by_pair.setdefault(pair, {})[cell.task] = gaps
+            rows.append(_paired_row(comparison, task, *pair, list(gaps.values())))
+            by_pair.setdefault(pair, {})[task] = gaps
     return pd.DataFrame(rows + _paired_means(comparison, by_pair))
+
+
+def _pairs(methods: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns the pairs of methods that are compared, those of NMER first."""
+    others = [method for method in methods if method not in ("nmer", "uniform")]
+    pairs = [("nmer", "uniform"), *(("nmer", other) for other in others)]
+    pairs += [(other, "uniform") for other in others]
+    return [pair for pair in pairs if set(pair) <= set(methods)]
 
 
 def _paired_means(
