@@ -166,6 +166,7 @@ def test_words_on_the_pendulum():
     ("part", "sentence"),
     [
         ("rivals", "is HalfCheetah with {} frames, the first {} of them random."),
+        ("ratio20", "is HalfCheetah with {} frames, the first {} of them random,"),
         ("suite", "finger-spin with {} frames, the first {} of them random."),
         ("main", "{} frames, the first {} of them random, and 5 updates per frame after these."),
         ("pendulum", "{} frames, the first {} of them random, at the same ratio, ten seeds."),
@@ -179,7 +180,7 @@ def test_words_on_budgets(part, sentence):
         (tuple(f"{config[name]:,}" for name in names), config["replay_ratio"]) for config in configs
     }
     says(sentence.format(*budget))
-    assert ratio == {"baseline": 1}.get(part, 5)
+    assert ratio == {"ratio20": 20, "baseline": 1}.get(part, 5)
 
 
 def test_words_on_time_and_on_other_pairs():
@@ -374,6 +375,48 @@ def judge_by_chance(gaps: np.ndarray) -> tuple[float, tuple[float, float]]:
     freedom = parts.sum() ** 2 / (parts**2 / (n - 1)).sum()
     interval = t.interval(0.95, freedom, gaps.mean(), np.sqrt(parts.sum()))
     return float(np.mean(ways)), interval
+
+
+def test_words_on_ratio_20():
+    names = {"nmer": "NMER", "uniform": "uniform replay", "ct": "`ct`"}
+    few, many = (
+        pd.read_csv(RESULTS / part / "paired.csv").set_index(["method", "against"])
+        for part in ("rivals", "ratio20")
+    )
+    assert len(many) == 3
+    assert set(many.seeds) == {4}
+    for one, other in (("nmer", "uniform"), ("nmer", "ct"), ("ct", "uniform")):
+        row = many.loc[one, other]
+        verdict = {"not shown": "no difference is shown"}.get(
+            row.verdict, f"{names[one]} is {row.verdict}"
+        )
+        words = f"{names[one]}'s score minus the score of {names[other]} is"
+        says(f"{words} {gap_of(row)}: {verdict}.")
+        at_20, at_5 = (
+            np.array([float(gap) for gap in rows.score_by_seed[one, other].split()[:4]])
+            for rows in (many, few)
+        )
+        change = mean_difference(at_20 - at_5)
+        verdict = (
+            "larger" if change.low > 0 else "smaller" if change.high < 0 else "no change is shown"
+        )
+        gap = gap_of(pd.Series([change.value, change.low, change.high], GAP))
+        says(f"Minus the same difference at ratio 5, seed by seed, that is {gap}: {verdict}.")
+        assert (one, other) != ("nmer", "uniform") or verdict == "no change is shown"
+    assert many.verdict["nmer", "uniform"] == "ahead"
+    assert many.verdict["nmer", "ct"] == "not shown"
+    now, before = table("ratio20", "HalfCheetah"), table("rivals", "HalfCheetah")
+    nmer, uniform, rival = (spread(now.loc[name]) for name in ("nmer", "uniform", "ct"))
+    says(f"too. NMER scores {nmer}, uniform replay {uniform} and `ct` (see the next line) {rival}")
+    says(f"the difference is {gap_of(many.loc['nmer', 'ct'])}: not shown.")
+    scores = f"NMER scores {nmer}, uniform replay {uniform} and Continuous Transition {rival}."
+    says(scores, "README.md")
+    pairs = [(spread(now.loc[name]), spread(before.loc[name])) for name in names]
+    words = "Uniform replay scores {1[0]} at ratio 20 and {1[1]} at ratio 5 (five seeds), NMER "
+    says((words + "{0[0]} and {0[1]}, and `ct` {2[0]} and {2[1]}.").format(*pairs))
+    changes = [-now.loc["uniform", f"{of}change_percent"] for of in ("", "paper_")]
+    says(f"at ratio 20 it has {uniform} in the second study. There it is behind NMER by ")
+    says("NMER by {:.1f} %, and by {:.1f} % in the paper's ablations".format(*changes))
 
 
 GAP = ["score", "score_low", "score_high"]

@@ -109,7 +109,7 @@ learn) # whether each agent learns at all: one seed, no comparison
         layer_norm=true total_frames=4000 random_frames=1500 replay_ratio=10
     sweep recipes/sunrise.py learn env=InvertedPendulum replay=uniform total_frames=12000 lr=0.001
     sweep recipes/sunrise.py learn env=HalfCheetah replay=uniform total_frames=30000
-    sweep recipes/redq.py learn env=HalfCheetah replay=uniform total_frames=10000
+    sweep recipes/redq.py learn env=HalfCheetah replay=uniform total_frames=17000
     ;;
 # The first study
 main)
