@@ -486,6 +486,41 @@ def enumerate_words(words) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
+def test_agents_are_shown_beside_references(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    agents = importlib.import_module("agents")
+    shown = [agent for agent in agents.PARTS if agents.read_runs(agent)]
+    assert agents.make_table(shown) in (ROOT / "docs" / "agents.md").read_text()
+    agents.main(["--out", str(tmp_path)])
+    drawn, committed = (
+        re.findall("<!-- (.*) -->", (folder / "agents.svg").read_text())
+        for folder in (tmp_path, ROOT / "docs" / "figures")
+    )
+    assert drawn == committed
+    absent = [agent for agent in agents.PARTS if agent not in shown]
+    if absent:
+        says(f"{enumerate_words(absent)} have not been run on HalfCheetah yet", "docs/agents.md")
+
+
+def test_words_on_crossq():
+    rows = pd.read_csv(RESULTS / "crossq" / "paired.csv").set_index("env")
+    for task, row in rows.iterrows():
+        ends = table("crossq", task)
+        nmer, uniform = (
+            spread(ends.loc[method]) if row.seeds > 1 else f"{ends['mean'][method]:.0f}"
+            for method in ("nmer", "uniform")
+        )
+        says(f"{task}, {NUMBERS[row.seeds]} of four seeds: CrossQ scores {nmer} with NMER and")
+        says(f"and {uniform} with uniform replay.")
+        gaps = [f"{float(gap):+.0f}" for gap in str(row.score_by_seed).split()]
+        assert (len(gaps), row.score < 0) == (1, True)
+        says(f"is {gaps[0]}. One seed has no interval.")
+    both = [rows.score[task] for task in ("HalfCheetah", "Walker2d")]
+    says("of uniform replay is {:+.0f} on HalfCheetah and {:+.0f} on Walker2d".format(*both))
+    lower = "by {:.0f} on HalfCheetah and by {:.0f} on Walker2d".format(*(-gap for gap in both))
+    says(f"scores lower with NMER, {lower}.", "README.md")
+
+
 def test_words_on_agents():
     """Compares the table of the agents page, row by row."""
     found = {}
