@@ -17,6 +17,7 @@ import pandas as pd
 import yaml
 from figures import BLUE, GREEN, ORANGE, STYLE
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 DOCS = Path(__file__).parent
 TASK = "HalfCheetah"
@@ -82,6 +83,8 @@ def draw(agents: list[str]) -> Figure:
                 label="quoted, mean ± std of 10",
             )
         axes.set(title=agent, xlabel="frames", xlim=(0, last))
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.legend(fontsize=8)
     grid[0].set_ylabel("mean return of an evaluation")
     return figure
