@@ -547,7 +547,7 @@ def test_words_on_agents():
             frames, reached, _ = found[name, "InvertedPendulum", 1, lr]
             assert (frames, len(reached)) == (8_000, 0)
     frames, _, score = found["ddpg", "HalfCheetah", 1, 1e-3]
-    says(f"DDPG scores {score:.0f} after {frames:,} frames", "docs/agents.md")
+    says(f"| DDPG | {frames:,} | {score:.0f} | 1 |", "docs/agents.md")
 
 
 def test_words_on_the_paper():
