@@ -257,6 +257,9 @@ def test_words_on_rivals():
     says(f"all runs of `rivals` together took {sum(seconds) / 3600:.0f} hours instead of six")
 
 
+TASKS_33K = {"HalfCheetah": "HalfCheetah, 33K frames", "Walker2d": "Walker2d, 33K"}
+
+
 def test_words_on_published_results():
     page = (ROOT / "docs" / "results.md").read_text()
     (block,) = re.findall(r"(?:^\| quoted.*\n)(?:^\|.*\n)+", page, flags=re.MULTILINE)
@@ -267,6 +270,12 @@ def test_words_on_published_results():
     column = header.index("HalfCheetah, 33K frames")
     early = [int(rows[name][column].split()[0]) for name in ("REDQ", "DroQ", "CrossQ")]
     says(f"score {range_of(early, '.0f')}, and SAC {rows['SAC'][column]}")
+    quoted = pd.read_csv(ROOT / "docs" / "references" / "quoted.csv")
+    for agent, task in itertools.product(("SAC", "REDQ", "DroQ", "CrossQ"), TASKS_33K):
+        found = quoted[(quoted.agent == agent) & (quoted.task == f"{task}-v4")]
+        (mean,) = found["mean"][found.frames.between(33_000, 34_000)].tail(1)
+        cell = rows[agent][header.index(TASKS_33K[task])]
+        assert int(cell.split()[0]) == round(mean), (agent, task)
     for name, method in (("uniform replay", "uniform"), ("NMER", "nmer"), ("`ct`", "ct")):
         means = [table("rivals", "HalfCheetah").loc[method]]
         means += [

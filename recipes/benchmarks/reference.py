@@ -1,11 +1,11 @@
 """Trains an agent of SBX (Stable-Baselines in JAX), as a reference for the recipe's learning curve.
 
     python -m venv peers && peers/bin/pip install sbx-rl "gymnasium[mujoco]"
-    peers/bin/python recipes/benchmarks/reference.py crossq --out docs/results/references
+    peers/bin/python recipes/benchmarks/reference.py crossq --out docs/references
 
-It has the settings of the recipe in the part `learn` of the study, is evaluated from the same
-starts and writes the evaluations to a CSV. It imports nothing from this project, so that SBX can
-have its own environment.
+The agent has the recipe's networks, batch size, learning rate, replay ratio and random frames, and
+SBX's defaults otherwise. It is evaluated from the same starts, and its evaluations are written to a
+CSV. This script imports nothing from the project, so that SBX can have its own environment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_paralleli
 EPISODES = 5  # of an evaluation, as in the recipes
 FIRST_SEED = 10_000  # of an evaluation's starts, as in the recipes
 DROQ = {"dropout_rate": 0.01, "layer_norm": True}
-# The class, the frames of a run, and the settings in which the class differs from the recipe.
+# The class, the frames of a run in the study, and settings that are not the class's defaults.
 AGENTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "crossq": ("CrossQ", 50_000, {"policy_kwargs": {"net_arch": [256, 256]}}),
     "ddpg": (
@@ -36,7 +36,6 @@ AGENTS: dict[str, tuple[str, int, dict[str, Any]]] = {
         20_000,
         {"gradient_steps": 20, "policy_delay": 20, "target_entropy": -3.0, "policy_kwargs": DROQ},
     ),
-    "sac": ("SAC", 30_000, {"gradient_steps": 5}),
 }
 
 
@@ -58,7 +57,7 @@ def train(agent: str, task: str, seed: int, frames: int | None, out: Path) -> No
 
     class Watch(BaseCallback):  # type: ignore[misc]
         def _on_step(self) -> bool:
-            if self.num_timesteps % (frames // 100) == 0:
+            if self.num_timesteps % max(frames // 100, 1) == 0:
                 returns = [play(env, FIRST_SEED + i) for i, env in enumerate(envs)]
                 row = {"frames": self.num_timesteps, "eval/return": float(np.mean(returns))}
                 rows.append(row | {"time/seconds": round(time.perf_counter() - begin, 1)})
