@@ -85,6 +85,35 @@ def test_critics_have_the_layers_that_the_settings_name():
     assert not any(isinstance(layer, nn.LayerNorm | nn.Dropout) for layer in critic)
 
 
+@pytest.mark.parametrize("p", [0.0001, 0.01, 0.1])
+def test_dropout_of_few_units_is_independent_and_unbiased(p):
+    """Compares with binomial counts: per call, whose spread shows dependence, and per entry."""
+    torch.manual_seed(0)
+    calls, shape = 3_000, (16, 128)
+    size = math.prod(shape)
+    found = torch.stack([networks.drop(torch.ones(shape), p).flatten() for _ in range(calls)])
+    kept = torch.tensor(1.0) / (1 - p)
+    assert set(found.unique().tolist()) == {0.0, kept.item()}
+    dropped = found == 0
+    counts = dropped.sum(1).double()
+    spread = math.sqrt(size * p * (1 - p))
+    assert abs(counts.mean() - size * p) < 4 * spread / math.sqrt(calls)
+    assert abs(counts.var() / spread**2 - 1) < 0.2
+    ends = dropped[:, [0, 1, -2, -1]].double().mean(0)  # the first and last gaps are not special
+    assert (ends - p).abs().max() < 4 * math.sqrt(p / calls) + 2 / calls
+    both = (dropped[:, 1:] & dropped[:, :-1]).double().mean()
+    assert abs(both - p**2) < 0.1 * p**2 + 4 * p / math.sqrt(calls * size)
+
+
+def test_dropout_of_few_units_passes_gradients_of_kept_units_alone():
+    torch.manual_seed(0)
+    inputs = torch.randn(64, 32, requires_grad=True)
+    output = networks.drop(inputs, 0.05)
+    (gradient,) = torch.autograd.grad(output.sum(), inputs)
+    torch.testing.assert_close(gradient, torch.where(output == 0, 0.0, 1 / 0.95))
+    torch.testing.assert_close(output, inputs * gradient)
+
+
 @pytest.mark.parametrize("algorithm", ["ddpg", "redq", "sac", "sunrise", "td3"])
 def test_layer_norm_and_wide_critics_are_options_of_every_agent_with_plain_critics(
     algorithm, tmp_path
