@@ -3,6 +3,7 @@
 import importlib
 import math
 import re
+import shutil
 
 import gymnasium
 import numpy as np
@@ -18,6 +19,8 @@ from nmer_recipes import blocks, config, data, scores, training  # isort: skip
 from nmer_recipes.envs import make_env  # isort: skip
 from nmer_recipes.networks import find_weights  # isort: skip
 from nmer_recipes.policy import load_policy  # isort: skip
+from nmer_torchrl.offline import load_transitions  # isort: skip
+from nmer_torchrl.pairs import neighbor  # isort: skip
 
 
 def make_log(path, rows=120, *, following=True, timeouts=True, env="InvertedPendulum-v5"):
@@ -145,6 +148,64 @@ def test_neighbors_are_looked_up_before_the_first_draw(log, tmp_path):
     torch.testing.assert_close(made["lists"], after["lists"], equal_nan=True)
 
 
+def test_an_interrupted_build_of_lists_goes_on_from_those_it_has(log, tmp_path, monkeypatch):
+    monkeypatch.setattr(neighbor, "_BLOCK", 40)  # three blocks
+    whole = learn("iql", tmp_path / "whole", log, "replay=nmer")
+    shutil.rmtree(tmp_path / "cache")
+    query, asked = neighbor.NearPairing.neighbors, []
+
+    def stop_at_the_third(self, storage, index, k=None):
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        asked.append(index)
+        return query(self, storage, index, k)
+
+    monkeypatch.setattr(neighbor.NearPairing, "neighbors", stop_at_the_third)
+    with pytest.raises(config.UsageError, match="the same command continues from them"):
+        learn("iql", tmp_path / "run", log, "replay=nmer")
+    monkeypatch.setattr(neighbor.NearPairing, "neighbors", query)
+    assert not (tmp_path / "run").exists()
+    (kept,) = (tmp_path / "cache").iterdir()
+    state = torch.load(kept, weights_only=True)
+    assert not state["complete"]
+    assert 80 <= state["sampler"]["lists"]["listed"].sum() < 120 + 80
+    assert learn("iql", tmp_path / "run", log, "replay=nmer") == whole
+    assert torch.load(kept, weights_only=True)["complete"]
+
+
+def test_transitions_that_were_saved_are_data(log, tmp_path):
+    load_transitions(log).save(tmp_path / "saved")
+    rows = [
+        learn(recipe, tmp_path / f"{recipe}-{number}", source, "replay=nmer")
+        for recipe in OFFLINE
+        for number, source in enumerate((log, tmp_path / "saved", tmp_path / "saved"))
+    ]
+    assert rows[0] == rows[1] == rows[2]  # read, read again, and from the cache
+    assert rows[3] == rows[4] == rows[5]
+
+
+@pytest.mark.parametrize("change", ["fewer", "other"])
+def test_a_run_does_not_go_on_with_other_data(change, log, tmp_path):
+    source = tmp_path / "log.npz"
+    shutil.copy(log, source)
+    learn("iql", tmp_path / "run", source, "replay=nmer")
+    arrays = dict(np.load(source))
+    if change == "fewer":
+        arrays = {name: array[:-2] for name, array in arrays.items()}
+    else:
+        arrays["rewards"] = -arrays["rewards"]
+    np.savez(source, **arrays)
+    with pytest.raises(config.UsageError, match=r"data has changed since the run in .* began"):
+        learn(
+            "iql",
+            tmp_path / "run",
+            source,
+            "replay=nmer",
+            "total_updates=72",
+            f"resume={tmp_path / 'run'}",
+        )
+
+
 def test_rows_of_a_run_are_data_for_another(tmp_path):
     train("td3", tmp_path / "run", "total_frames=60", "random_frames=40", "replay=uniform")
     rows = learn("td3_bc", tmp_path / "next", tmp_path / "run", "replay=uniform")
@@ -179,6 +240,7 @@ def test_actions_are_rescaled_from_the_bounds_of_the_task(tmp_path):
 def test_what_cannot_be_learned_from_is_refused(words, message, log, tmp_path):
     with pytest.raises(config.UsageError, match=re.escape(message)):
         learn("td3_bc", tmp_path / "run", log, *words)
+    assert not (tmp_path / "run").exists()
 
 
 def test_actions_outside_the_bounds_are_refused_or_clipped(tmp_path):

@@ -50,8 +50,21 @@ class Checkpoint:
         for name, part in self.parts.items():
             if isinstance(part, ReplayBuffer):
                 fit_device(part, state[name])
+                if name == "data":
+                    self._check_data(part, state[name])
                 fit_capacity(part, state[name])
             part.load_state_dict(state[name])
+
+    def _check_data(self, buffer: ReplayBuffer, state: dict[str, Any]) -> None:
+        """Raises a `UsageError` if the recorded rows are not those that the run began with."""
+        saved = TensorDict().load_state_dict(state["_storage"]["_storage"], strict=False)
+        before, now = saved[: state["_storage"]["_len"]], buffer.storage.get(slice(len(buffer)))
+        if len(before) != len(now) or not (before == now).all():
+            raise UsageError(
+                f"The data has changed since the run in {self.path.parent} began: it had "
+                f"{len(before):,} rows, and now {len(now):,} rows that are not all equal to them. "
+                "Restore the data, or start a new run without `resume`."
+            )
 
 
 def fit_device(buffer: ReplayBuffer, state: dict[str, Any]) -> None:

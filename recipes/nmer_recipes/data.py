@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +65,18 @@ def load_buffer(
     """Returns a buffer with the rows of `cfg.data.source`, whose neighbors are looked up.
 
     The first run reads the source and looks up the neighbors, which may take minutes. It stores
-    both in `cfg.data.cache`, where the next run with this source and method finds them. With
-    `storage=memmap`, rows are kept in files of `directory`, if given.
+    both in `cfg.data.cache`, where the next run with this source and method finds them. If it is
+    interrupted, the next run goes on from the neighbors found so far. With `storage=memmap`, rows
+    are kept in files of `directory`, if given.
     """
     path, kept = cache_file(cfg, env), None
     if path is not None and path.exists():
         kept = read_state(path, f"delete it to read {cfg.data.source} again")
-    rows = read_rows(cfg, env) if kept is None else TensorDict(kept["rows"], kept["size"])
+    if kept is None:
+        rows = read_rows(cfg, env)
+    else:
+        rows = TensorDict(kept["rows"], kept["size"])
+        tqdm.write(f"{cfg.data.source}: {len(rows):,} rows, read from {path}", file=sys.stderr)
     buffer = make_buffer(cfg, seed, directory, capacity=len(rows))
     if hasattr(buffer.sampler, "finish_episode"):
         raise UsageError(
@@ -81,17 +86,34 @@ def load_buffer(
     buffer.extend(rows.to(cfg.storage_device))
     if kept is not None:
         buffer.sampler.load_state_dict(move_state(kept["sampler"], buffer.storage.device))
-        return buffer
-    build_lists(buffer)
-    if path is None:
-        return buffer
+        if kept.get("complete", True):
+            return buffer
+    try:
+        build_lists(buffer)
+    except KeyboardInterrupt:
+        if path is None:
+            raise
+        _write_cache(path, rows, buffer, complete=False)
+        raise UsageError(
+            f"Stopped while building neighbor lists. Those built so far are in {path}, and the "
+            "same command continues from them."
+        ) from None
+    if path is not None:
+        _write_cache(path, rows, buffer, complete=True)
+    return buffer
+
+
+def _write_cache(
+    path: Path, rows: TensorDict, buffer: TensorDictReplayBuffer, *, complete: bool
+) -> None:
+    """Stores rows and neighbor lists; `complete` means that all lists have been built."""
     with told_of_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         sampler = move_state(buffer.sampler.state_dict(), torch.device("cpu"))
         draft = path.with_name(f"{path.name}.{os.getpid()}")  # other runs may write the same file
-        write_state(draft, {"rows": rows.to_dict(), "size": len(rows), "sampler": sampler})
+        entries = {"rows": rows.to_dict(), "size": len(rows)}
+        write_state(draft, {**entries, "sampler": sampler, "complete": complete})
         draft.replace(path)
-    return buffer
 
 
 def read_rows(cfg: DictConfig, env: gymnasium.Env) -> TensorDict:
@@ -104,7 +126,8 @@ def read_rows(cfg: DictConfig, env: gymnasium.Env) -> TensorDict:
     except (ImportError, OSError, TypeError, ValueError) as error:
         raise UsageError(f"data={cfg.data.source}: {error}") from None
     tqdm.write(f"{cfg.data.source}:\n{found}", file=sys.stderr)
-    rows = found.rows.select("observation", "action", *(("next", name) for name in _AFTER))
+    # A copy, since saved transitions are views of one file, which `torch.save` does not take.
+    rows = found.rows.select("observation", "action", *(("next", name) for name in _AFTER)).clone()
     if cfg.data.get("rows") is not None:  # older runs do not name it
         if cfg.data.rows > len(rows):
             raise UsageError(
@@ -157,8 +180,14 @@ def build_lists(buffer: TensorDictReplayBuffer) -> None:
     """Builds the neighbor lists of all rows, so that sampling need not; shows a progress bar."""
     loop.synchronize(buffer)
     if hasattr(buffer.sampler, "build"):
-        bar = partial(tqdm, desc="neighbor lists", unit="block", disable=None)
-        buffer.sampler.build(buffer.storage, progress=bar)
+        buffer.sampler.build(buffer.storage, progress=_show_progress)
+
+
+def _show_progress(blocks: Sequence[Tensor]) -> Iterable[Tensor]:
+    """Prints what is built, which a log shows too, and a progress bar in a terminal."""
+    rows = sum(map(len, blocks))
+    tqdm.write(f"Building the neighbor lists of {rows:,} rows.", file=sys.stderr)
+    return tqdm(blocks, desc="neighbor lists", unit="block", disable=None)
 
 
 def cache_file(cfg: DictConfig, env: gymnasium.Env) -> Path | None:

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,18 @@ class Run:
         self._first_update: tuple[float, int] | None = None
         self._told = self._diverged = False
         self._logger: Logger | None = None
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Deletes the directory of a new run if the block fails, since it holds only a config."""
+        try:
+            yield
+        except BaseException:
+            if not self.resumed:
+                with suppress(OSError):  # other files in the directory are kept
+                    (self.directory / "config.yaml").unlink()
+                    self.directory.rmdir()
+            raise
 
     def __enter__(self) -> Run:
         cfg = self.cfg

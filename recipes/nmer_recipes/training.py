@@ -83,7 +83,8 @@ def train(
     if "collector" in cfg:
         check_memory(cfg, observations, actions)
     run = Run(cfg)
-    named = make_sources(cfg, env, seed, run.directory)
+    with run.preparing():
+        named = make_sources(cfg, env, seed, run.directory)
     buffers = {name: source.buffer for name, source in named.items()}
     sources = [source for source in named.values() if source.rows]
     if prepare is not None:
