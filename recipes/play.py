@@ -161,7 +161,8 @@ def print_returns(policy: Policy, episodes: list[list[float]], options: argparse
     """Prints a table of the episodes, which are given by their rewards."""
     returns, lengths = [sum(rewards) for rewards in episodes], [len(each) for each in episodes]
     deviation = np.std(returns, ddof=min(1, len(returns) - 1))
-    print(f"{policy.cfg.name}, {options.which} policy, after {policy.frames:,} frames:")
+    unit = "updates" if "total_updates" in policy.cfg else "frames"
+    print(f"{policy.cfg.name}, {options.which} policy, after {policy.frames:,} {unit}:")
     print("| episode | return | steps |\n| --- | --- | --- |")
     for number, (total, steps) in enumerate(zip(returns, lengths, strict=True)):
         print(f"| {options.seed + number} | {total:.1f} | {steps} |")

@@ -108,6 +108,8 @@ def _load_folder(path: Path, max_steps: int | None, progress: bool) -> Transitio
 def _load_file(path: Path, max_steps: int | None, progress: bool) -> Transitions:
     with path.open("rb") as file:
         start = file.read(len(_HDF5))
+    if not start:
+        raise ValueError(f"The file {path} is empty; write it again, or {_ALLOWED}.")
     if start == _HDF5:
         return _assemble(path, *_read_hdf5(path, progress), max_steps)
     if zipfile.is_zipfile(path):

@@ -124,7 +124,8 @@ def read_rows(cfg: DictConfig, env: gymnasium.Env) -> TensorDict:
     try:
         found = load_transitions(cfg.data.source, max_steps=cfg.data.max_steps)
     except (ImportError, OSError, TypeError, ValueError) as error:
-        raise UsageError(f"data={cfg.data.source}: {error}") from None
+        text = str(error).removeprefix(f"{cfg.data.source}: ")
+        raise UsageError(f"data={cfg.data.source}: {text}") from None
     tqdm.write(f"{cfg.data.source}:\n{found}", file=sys.stderr)
     # A copy, since saved transitions are views of one file, which `torch.save` does not take.
     rows = found.rows.select("observation", "action", *(("next", name) for name in _AFTER)).clone()
