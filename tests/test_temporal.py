@@ -20,7 +20,13 @@ from torchrl.data import (
 )
 from torchrl.envs import GymEnv, SerialEnv
 
-from nmer_torchrl import PairMixup, PairStorage, SuccessorPairs, TemporalPairSampler
+from nmer_torchrl import (
+    PairMixup,
+    PairStorage,
+    SuccessorPairs,
+    TemporalPairSampler,
+    make_replay_buffer,
+)
 from nmer_torchrl.pairs import successor
 
 MINIMAL = ("observation", "action", ("next", "observation"), ("next", "reward"))
@@ -473,6 +479,24 @@ def test_keys_may_be_nested_and_several():
     buffer.extend(rows)
     assert successors(buffer) == [1, 2, -1, 4, 5, -1]
     assert "('robot', 'q')" in repr(sampler)
+
+
+@pytest.mark.parametrize("kind", ["ct", "tuned_ct"])
+@pytest.mark.parametrize("key", [("next", "agent", "terminated"), ("next", "end")])
+def test_end_flags_beside_the_terminal_flag_end_episodes(kind, key):
+    """Each reset leads to the state in which the episode was cut."""
+    states = torch.arange(3.0).repeat(3).unsqueeze(1)
+    cut = torch.zeros(9, 1, dtype=torch.bool)
+    cut[2::3] = True
+    following = TensorDict(observation=(states + 1) % 3, reward=torch.zeros(9, 1), batch_size=[9])
+    rows = TensorDict(observation=states, action=torch.randn(9, 1), next=following, batch_size=[9])
+    nested = len(key) == 3
+    rows[key] = torch.zeros_like(cut) if nested else cut
+    if nested:
+        rows["next", "agent", "truncated"] = cut
+    buffer = make_replay_buffer(kind, capacity=9, batch_size=4, terminated_key=key)
+    buffer.extend(rows)
+    assert successors(buffer) == [1, 2, -1, 4, 5, -1, 7, 8, -1]
 
 
 def test_bad_input_is_named():

@@ -28,4 +28,6 @@ class CT(Pairs[TemporalPairSampler]):
 
     def make_sampler(self, capacity: int) -> TemporalPairSampler:
         """Builds the sampler that pairs rows with their successors."""
-        return TemporalPairSampler(keys=self.keys, value_keys=self.value_keys)
+        return TemporalPairSampler(
+            keys=self.keys, value_keys=self.value_keys, end_keys=self.end_keys
+        )

@@ -10,7 +10,7 @@ from tensordict import NestedKey
 from torchrl.envs.transforms import Transform
 
 from nmer_torchrl.checks import NOT_NEGATIVE, POSITIVE
-from nmer_torchrl.keys import POINT_KEYS, TERMINATED_KEY, VALUE_KEYS, Roles, as_roles
+from nmer_torchrl.keys import END_KEYS, POINT_KEYS, TERMINATED_KEY, VALUE_KEYS, Roles, as_roles
 from nmer_torchrl.methods.base import Method, S, option
 from nmer_torchrl.methods.options import (
     DistanceOption,
@@ -31,6 +31,7 @@ from nmer_torchrl.methods.options import (
 from nmer_torchrl.neighbors import SearchOption
 from nmer_torchrl.transforms import Gate, MeanMixup, PairMixup, Same
 
+_ENDS = ("done", "truncated")  # further flags beside `terminated_key`
 ALPHA = 0.75  # default in NMER's released code; used here by all methods that mix pairs
 
 
@@ -61,6 +62,13 @@ class Ending(Keyed[S]):
     """
 
     terminated_key: NestedKey = option(TERMINATED_KEY, read_key)
+
+    @property
+    def end_keys(self) -> tuple[NestedKey, ...]:
+        """Returns the flags that end an episode; those that are not stored are ignored."""
+        key = self.terminated_key
+        beside = () if isinstance(key, str) else tuple((*key[:-1], name) for name in _ENDS)
+        return tuple(dict.fromkeys([*END_KEYS, key, *beside]))
 
 
 @dataclass(frozen=True, kw_only=True)

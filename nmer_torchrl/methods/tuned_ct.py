@@ -42,7 +42,9 @@ class TunedCT(Ending[TemporalPairSampler]):
 
     def make_sampler(self, capacity: int) -> TemporalPairSampler:
         """Builds the sampler that pairs rows with their successors."""
-        return TemporalPairSampler(keys=self.keys, value_keys=self.value_keys)
+        return TemporalPairSampler(
+            keys=self.keys, value_keys=self.value_keys, end_keys=self.end_keys
+        )
 
     def make_transform(self, sampler: TemporalPairSampler) -> TunedMixup:
         """Builds the transform that mixes pairs and learns alpha."""
