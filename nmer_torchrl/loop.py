@@ -30,9 +30,10 @@ def synchronize(buffer: TensorDictReplayBuffer) -> None:
         >>> buffer = make_replay_buffer("nmer", capacity=1_000, batch_size=32)
         >>> synchronize(buffer)
     """
-    if len(buffer):
-        for take_up in _methods(buffer, "follow", "synchronize"):
-            take_up(buffer.storage)
+    for member in _compat.members_of(buffer):
+        if len(member):
+            for take_up in _methods(member, "follow", "synchronize"):
+                take_up(member.storage)
 
 
 def finish_episode(buffer: TensorDictReplayBuffer, episode_return: float) -> None:
@@ -43,8 +44,10 @@ def finish_episode(buffer: TensorDictReplayBuffer, episode_return: float) -> Non
         >>> buffer = make_replay_buffer("ero", capacity=1_000, batch_size=32)
         >>> finish_episode(buffer, 12.5)
     """
-    for finish in _methods(buffer, "finish_episode"):
-        finish(episode_return, buffer.storage)
+    for member in _compat.members_of(buffer):
+        for finish in _methods(member, "finish_episode"):
+            _check_single(buffer, member, "finish_episode")
+            finish(episode_return, member.storage)
 
 
 def report_errors(buffer: TensorDictReplayBuffer, batch: TensorDictBase, errors: Tensor) -> None:
@@ -60,10 +63,13 @@ def report_errors(buffer: TensorDictReplayBuffer, batch: TensorDictBase, errors:
         >>> _ = buffer.extend(TensorDict(x=torch.randn(4, 3), batch_size=[4]))
         >>> report_errors(buffer, buffer.sample(), torch.tensor([0.5, 2.0]))
     """
+    for member in _compat.members_of(buffer):
+        if _takes_errors(member):
+            _check_single(buffer, member, "report_errors")
     sampler = buffer.sampler
     if isinstance(sampler, PrioritizedSampler):
         buffer.update_tensordict_priority(batch.set(buffer.priority_key, errors))
-    elif type(sampler).update_priority is not Sampler.update_priority:
+    elif _takes_errors(buffer):
         index = batch["index"]
         anchors = index if _compat.unit_of(buffer) is None else index[:, 0]
         buffer.update_priority(anchors, errors)
@@ -81,9 +87,26 @@ def learns(buffer: TensorDictReplayBuffer) -> bool:
         >>> [learns(make_replay_buffer(kind, capacity=9, batch_size=3)) for kind in kinds]
         [False, True]
     """
+    members = _compat.members_of(buffer)
+    if members != [buffer] and any(map(learns, members)):
+        return True
     parts = [buffer.sampler, _compat.unit_of(buffer), *_compat.leaves(buffer.transform)]
     prioritized = isinstance(buffer.sampler, PrioritizedSampler)
     return prioritized or any(getattr(part, "learns", False) for part in parts)
+
+
+def _takes_errors(buffer: TensorDictReplayBuffer) -> bool:
+    """Returns whether the sampler of a single buffer has priorities."""
+    return type(buffer.sampler).update_priority is not Sampler.update_priority
+
+
+def _check_single(buffer: TensorDictReplayBuffer, member: Any, name: str) -> None:
+    """Raises an error if a call for one member was made for a whole ensemble."""
+    if member is not buffer:
+        raise TypeError(
+            f"{name} cannot tell which member of the ensemble it is for; call it for the member "
+            "whose rows it concerns."
+        )
 
 
 def _methods(buffer: TensorDictReplayBuffer, *names: str) -> Iterator[Any]:

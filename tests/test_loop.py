@@ -3,7 +3,12 @@
 import pytest
 import torch
 from helpers import make_transitions
-from torchrl.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffer
+from torchrl.data import (
+    LazyTensorStorage,
+    RandomSampler,
+    ReplayBufferEnsemble,
+    TensorDictReplayBuffer,
+)
 from torchrl.envs.transforms import Compose
 
 from nmer_torchrl import NeighborPairs, PairMixup, loop, make_replay_buffer
@@ -52,6 +57,33 @@ def test_errors_move_priorities():
         loop.report_errors(buffer, batch, torch.full((8,), 7.0))
         index = batch["index"].reshape(8, -1)[:, 0]
         assert (buffer.sampler.priorities(index) > 1.5).any()
+
+
+def test_an_ensemble_is_told_of_rows_and_refuses_what_concerns_one_member():
+    learned, plain = (
+        [make_replay_buffer(kind, capacity=N, batch_size=8) for _ in range(2)]
+        for kind in ("per_nmer", "uniform")
+    )
+    for member in [*learned, *plain]:
+        member.extend(make_transitions(N))
+    ensemble, other = (
+        ReplayBufferEnsemble(*members, num_buffer_sampled=2, batch_size=16)
+        for members in (learned, plain)
+    )
+    assert loop.learns(ensemble)
+    assert not loop.learns(other)
+    loop.synchronize(ensemble)
+    assert list(learned[0].sampler.unit.rows.changes(learned[0].storage)) == []
+    with pytest.raises(TypeError, match="call it for the member"):
+        loop.report_errors(ensemble, ensemble.sample(), torch.ones(2, 8))
+    loop.report_errors(other, other.sample(), torch.ones(2, 8))
+    loop.finish_episode(other, 1.0)
+    ero = [make_replay_buffer("ero", capacity=N, batch_size=8) for _ in range(2)]
+    for member in ero:
+        member.extend(make_transitions(N))
+    returns = ReplayBufferEnsemble(*ero, num_buffer_sampled=2, batch_size=16)
+    with pytest.raises(TypeError, match="call it for the member"):
+        loop.finish_episode(returns, 1.0)
 
 
 def test_a_sampler_of_the_users_own_takes_part_by_public_methods():
