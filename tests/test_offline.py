@@ -306,6 +306,10 @@ WRONG = {
     "flag shape": ({"terminals": np.zeros((60, 2))}, "one flag per row"),
     "spelling": ({"timeouts": None, "timeout": np.zeros(60)}, "did you mean 'timeouts'"),
     "empty": ({name: array[:0] for name, array in LOG.items()}, "no rows; give at least one"),
+    "masked": (
+        {"rewards": np.ma.masked_equal(LOG["rewards"], LOG["rewards"][3])},
+        "'rewards' has masked entries.*filled",
+    ),
     "all NaN": ({"rewards": np.full(60, np.nan)}, r"None of the 60 rows .* in rewards \(60\)"),
 }
 

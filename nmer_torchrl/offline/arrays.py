@@ -164,6 +164,11 @@ def _check(arrays: dict[str, Any], copy: bool, notes: list[str]) -> _Log:
 
 
 def _array(name: str, values: Any) -> NDArray[Any]:
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        raise ValueError(
+            f"{name!r} has masked entries, whose values would be used; mark them by NaN, as in "
+            "array.astype('float32').filled(numpy.nan), so that their rows are left out."
+        )
     try:
         return np.asarray(values)
     except ValueError as error:
