@@ -27,7 +27,7 @@ from torchrl.data.replay_buffers import (
     TensorStorage,
 )
 from torchrl.data.replay_buffers.samplers import prioritized
-from torchrl.envs.transforms import Compose, Transform
+from torchrl.envs.transforms import Compose, MultiStepTransform, Transform
 from torchrl.envs.transforms.transforms import _CallableTransform
 
 _BUFFERS = (ReplayBuffer, OfflineToOnlineReplayBuffer)
@@ -117,9 +117,19 @@ def writes_in_place(buffer: ReplayBuffer) -> bool:
 
 
 def write_after(buffer: ReplayBuffer, rows: int) -> None:
-    """Makes the buffer write its next row after those that its storage already holds."""
-    writer = buffer._writer
-    writer._cursor, writer._write_count = rows % buffer._storage.max_size, rows
+    """Makes the buffer write its next row after those that its storage already holds.
+
+    In a full storage that is the position after the one that was written last.
+    """
+    writer, storage = buffer._writer, buffer._storage
+    last = getattr(storage, "_last_cursor_index", None)
+    after = rows if rows < storage.max_size or last is None else int(last) + 1
+    writer._cursor, writer._write_count = after % storage.max_size, rows
+
+
+def forget_rows(transform: MultiStepTransform) -> None:
+    """Makes an n-step transform forget the rows that it holds back."""
+    transform._buffer = None
 
 
 def buffer_that_draws() -> ReplayBuffer | None:
@@ -210,8 +220,12 @@ def unit_of(buffer: ReplayBuffer) -> SampleUnit | None:
 
 def member_buffer(buffer: ReplayBuffer, sampler: Sampler) -> ReplayBuffer:
     """Returns the member of an ensemble that has this sampler, or the buffer itself."""
-    members = getattr(buffer, "_rbs", None) or [buffer]
-    return next((member for member in members if member._sampler is sampler), buffer)
+    return next((each for each in members_of(buffer) if each._sampler is sampler), buffer)
+
+
+def members_of(buffer: ReplayBuffer) -> list[ReplayBuffer]:
+    """Returns the members of an ensemble, or the buffer itself."""
+    return list(getattr(buffer, "_rbs", None) or [buffer])
 
 
 def is_stock(part: Any) -> bool:

@@ -33,6 +33,7 @@ from torchrl.objectives import DQNLoss
 from nmer_torchrl import (
     GaussianNoise,
     Mahalanobis,
+    NeighborPairs,
     NeighborPairSampler,
     PairMixup,
     PrioritizedNeighborPairSampler,
@@ -515,6 +516,40 @@ def test_rows_that_were_stored_before_are_looked_at_when_they_are_drawn():
     with pytest.warns(UserWarning, match="achieved_goal"):
         buffer.sample()
     buffer.sample()
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_one_hot_actions_are_noticed_when_they_first_differ(first):
+    """One row, or rows of one action, do not show what an action is."""
+    rows = make_transitions(N)
+    rows["action"] = torch.eye(3)[torch.randint(3, (N,))]
+    rows["action"][:first] = torch.eye(3)[0]
+    buffer = make_replay_buffer("mixup", batch_size=64, capacity=N)
+    buffer.extend(rows[:first])
+    buffer.sample()
+    buffer.sample()
+    for row in rows[first:]:
+        buffer.add(row)
+    with pytest.raises(ValueError, match="'action' is one-hot"):
+        buffer.sample()
+
+
+def test_a_gate_that_returns_a_column_is_refused():
+    buffer = compose(NeighborPairSampler(), PairMixup(gates=[lambda batch, _: batch["x"] > 0]))
+    buffer.extend(make_transitions(N).set("x", torch.randn(N, 1)))
+    with pytest.raises(ValueError, match=r"shape \(\d+, 2, 1\) for \(\d+,\) anchors"):
+        buffer.sample()
+
+
+def test_a_pairing_serves_one_buffer_only():
+    unit = NeighborPairs(k=2)
+    first, second = (compose(RandomSampler(), PairMixup(), sample_unit=unit) for _ in range(2))
+    for buffer in (first, second):
+        buffer.extend(make_transitions(N))
+    first.sample()
+    with pytest.raises(RuntimeError, match="NeighborPairs already serves another buffer"):
+        second.sample()
+    first.sample()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """n-step rows of several environments, compared with a slow reference."""
 
+import copy
 import pickle
 from collections import Counter
 
@@ -215,6 +216,61 @@ def plain(kind: str = "nmer", n: int = 3) -> TensorDictReplayBuffer:
     buffer = make_replay_buffer(kind, capacity=1_000, batch_size=16)
     buffer.append_transform(n_step(n))
     return buffer
+
+
+@pytest.mark.parametrize("kind", ["nmer", "uniform"])
+def test_rows_held_back_are_not_joined_to_those_after_empty(kind):
+    rows = make_streams(1, 20)[0]
+    buffer = plain(kind)
+    buffer.extend(rows)
+    buffer.empty()
+    with pytest.raises(ValueError, match=r"was emptied.*build a new buffer"):
+        buffer.extend(rows)
+    assert len(buffer) == 0
+
+
+def test_a_fold_that_gets_rows_first_drops_what_was_held_back_before_empty():
+    first, second = make_streams(1, 20)[0], make_streams(1, 20, seed=1)[0]
+    buffer, fresh = (
+        TensorDictReplayBuffer(
+            storage=PairStorage(100),
+            sampler=NeighborPairSampler(k=5),
+            transform=Compose(n_step(), PairMixup(0.75)),
+            batch_size=16,
+        )
+        for _ in range(2)
+    )
+    buffer.extend(first)
+    buffer.empty()
+    for each in (buffer, fresh):
+        each.extend(second)
+    assert (buffer.storage[:] == fresh.storage[:]).all()
+
+
+@pytest.mark.parametrize("kind", ["nmer", "uniform"])
+def test_rows_held_back_do_not_survive_another_state(kind):
+    first, second = make_streams(1, 20)[0], make_streams(1, 20, seed=1)[0]
+    buffer, other = plain(kind), plain(kind)
+    buffer.extend(first)
+    state = copy.deepcopy(buffer.state_dict())
+    buffer.extend(first)
+    buffer.load_state_dict(state)
+    other.extend(second)
+    before = len(buffer)
+    buffer.extend(second)
+    assert len(buffer) == before + len(other)
+    new = buffer.storage[before:].exclude("index")  # the position
+    assert (new == other.storage[:].exclude("index")).all()
+
+
+def test_n_step_rows_are_not_assigned():
+    rows = make_streams(1, 20)[0]
+    buffer = plain()
+    buffer.extend(rows)
+    before = buffer.storage[:].clone()
+    with pytest.raises(ValueError, match="with `extend` only"):
+        buffer[:2] = rows[:2]
+    assert (buffer.storage[:] == before).all()
 
 
 def test_a_fold_refuses_rows_of_several_environments_and_says_how_they_are_stored():

@@ -11,6 +11,7 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.envs.transforms import Transform
 
 from nmer_torchrl.generators import generator_state, load_generator_state
+from nmer_torchrl.transforms.n_step import forget_steps
 from nmer_torchrl.transforms.schema import RowSchema
 
 
@@ -56,4 +57,5 @@ class Augmentation(Transform, ABC):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restores a state that `get_extra_state` returned."""
         self.schema.load_state_dict(state)
+        forget_steps(self)
         load_generator_state(self.generator, state)

@@ -23,7 +23,7 @@ from nmer_torchrl.transforms.entries import (
     warn_unmixed,
 )
 from nmer_torchrl.transforms.gates import Gate, Same, as_gates
-from nmer_torchrl.transforms.n_step import check_n_step
+from nmer_torchrl.transforms.n_step import check_n_step, forget_steps
 from nmer_torchrl.transforms.rows import anchors, choose_rows, kept_anchors, restore_rows
 from nmer_torchrl.transforms.schema import RowSchema
 
@@ -81,6 +81,7 @@ class Fold(Transform, ABC):
         self.anchor_keys = as_anchor_keys(anchor_keys, self.mix_keys)
         self._lock = threading.RLock()  # gates have state, which prefetching threads share
         self._drawn = False  # whether the first batch was checked to hold anchors with partners
+        self._warned = False  # whether the entries were checked for some that should be mixed, too
 
     @abstractmethod
     def fold(self, rows: TensorDictBase) -> TensorDictBase:
@@ -99,9 +100,8 @@ class Fold(Transform, ABC):
             return tensordict
         if not self._drawn:
             self._drawn = check_paired(self, tensordict, takes)
-        if not self.schema.looked:  # the rows were stored without passing through this transform
-            self.look(tensordict)
-            self.schema.looked = True
+        if not self.schema.looked:  # the rows that were stored did not show what they hold
+            self.schema.looked = self.look(tensordict)
         return self.fold(tensordict)
 
     def kept(self, rows: TensorDictBase) -> Tensor:
@@ -113,7 +113,13 @@ class Fold(Transform, ABC):
         if self.gates:
             with self._lock:
                 for gate in self.gates:
-                    kept = kept | ~gate(rows, self.generator)
+                    mixed = gate(rows, self.generator)
+                    if mixed.shape != kept.shape:
+                        raise ValueError(
+                            f"The gate {gate!r} returned booleans of shape {tuple(mixed.shape)} "
+                            f"for {tuple(kept.shape)} anchors; return one for each anchor."
+                        )
+                    kept = kept | ~mixed
         return kept
 
     def mix_pairs(self, rows: TensorDictBase, weight: Tensor) -> TensorDictBase:
@@ -163,11 +169,13 @@ class Fold(Transform, ABC):
         return anchors(rows, dims, mixed).set("mixup_weight", weight)
 
     def look(self, rows: TensorDictBase) -> bool:
-        """Checks the entries of the first rows; returns whether the check was conclusive."""
+        """Checks the entries of rows; returns whether the check was conclusive."""
         agreed = {key for gate in self.gates if isinstance(gate, Same) for key in gate.keys}
         kept = agreed | set(self.anchor_keys)
         told = check_discrete(rows, kept)
-        warn_unmixed(self, rows, self.mix_keys, kept, outcomes=True)
+        if not self._warned:
+            self._warned = True
+            warn_unmixed(self, rows, self.mix_keys, kept, outcomes=True)
         return told
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
@@ -194,6 +202,7 @@ class Fold(Transform, ABC):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restores a state that `get_extra_state` returned."""
         self.schema.load_state_dict(state)
+        forget_steps(self)
         load_generator_state(self.generator, state)
         for number, saved in state.get("gates", {}).items():
             gate = self.gates[int(number)] if int(number) < len(self.gates) else None

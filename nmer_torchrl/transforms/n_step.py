@@ -7,6 +7,7 @@ from typing import NamedTuple, final
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
+from torchrl.data.replay_buffers import Storage
 from torchrl.envs.transforms import MultiStepTransform, Transform
 
 from nmer_torchrl import _compat
@@ -46,6 +47,10 @@ class FlattenRows(Transform):
         super().__init__(in_keys=[], out_keys=[])
         self._order = TimeOrder()
 
+    def forget(self) -> None:
+        """Forgets the order of the rows that were written."""
+        self._order.forget()
+
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Returns the batch unchanged."""
         return tensordict
@@ -75,8 +80,21 @@ class TimeOrder:
     """
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets all rows."""
         self._last: _Steps | None = None  # the last rows, to compare the next ones with
         self._n = 0  # the n of their n-step returns
+        # The storage's revision when it was first seen empty; -1 if it has held rows since then.
+        self._empty_at: int | None = None
+
+    def finds_emptied(self, storage: Storage) -> bool:
+        """Returns whether the storage is empty but has held rows; call it before each write."""
+        now = _compat.revision(storage)
+        emptied = not len(storage) and self._empty_at not in (None, now)
+        self._empty_at = -1 if len(storage) else now if self._empty_at is None else self._empty_at
+        return emptied
 
     def check(self, rows: TensorDictBase, transform: MultiStepTransform) -> None:
         """Raises an error unless rows `[*B, T]` are in temporal order along the last dimension."""
@@ -148,8 +166,36 @@ def check_time_order(transform: Transform, order: TimeOrder, rows: TensorDictBas
     Nothing is checked if the buffer has a `FlattenRows`, which checks rows before it flattens them.
     """
     beside = list(_n_step_transforms(transform))
-    if beside and not any(isinstance(t, FlattenRows) for t in _compat.transforms_beside(transform)):
+    if not beside:
+        return
+    if _compat.buffer_at_work("__setitem__") is not None:
+        raise ValueError(
+            "`buffer[i] = rows` would store rows that MultiStepTransform held back, not these; "
+            "write n-step rows with `extend` only."
+        )
+    buffer = _compat.buffer_at_work("extend")
+    if buffer is not None and order.finds_emptied(buffer.storage):
+        if _is_n_step(rows):
+            raise ValueError(
+                "The buffer was emptied, but MultiStepTransform still held its last rows and has "
+                "joined them to these; build a new buffer instead of calling `empty`."
+            )
+        forget_steps(transform)  # in time, since MultiStepTransform gets these rows after this one
+        order.forget()
+    if not any(isinstance(t, FlattenRows) for t in _compat.transforms_beside(transform)):
         order.check(rows, beside[0])
+
+
+def forget_steps(transform: Transform) -> None:
+    """Makes the n-step transforms of the same buffer forget the rows that they hold back.
+
+    These belong to what was written before another state was loaded.
+    """
+    for other in _n_step_transforms(transform):
+        _compat.forget_rows(other)
+    for other in _compat.transforms_beside(transform):
+        if isinstance(other, FlattenRows):
+            other.forget()
 
 
 def check_n_step(

@@ -40,7 +40,7 @@ class RowSchema:
     def _forget(self) -> None:
         self._shapes: dict[NestedKey, torch.Size] = {}  # shapes of all entries seen so far
         self._dtypes: dict[NestedKey, torch.dtype] = {}
-        self._needed: list[NestedKey] = []  # entries of the first rows
+        self._needed: list[NestedKey] = []  # all entries seen so far
         self._dims = 0  # batch dimensions of the first rows
         # Shapes and dtypes of rows that passed before.
         self._last: tuple[dict[NestedKey, torch.Size], dict[NestedKey, torch.dtype]] | None = None
@@ -94,7 +94,8 @@ class RowSchema:
             get_entry(rows, key)
         _check_writer()
         self.looked = self.looked or look(rows)
-        self._needed = self._needed or [key for key in entries if key not in _WRITTEN]
+        new = [key for key in entries if key not in _WRITTEN and key not in self._needed]
+        self._needed = [*self._needed, *new]  # without it, an old row's value would stay
         self._shapes, self._dtypes = self._shapes | shapes, self._dtypes | dtypes
         self._dims = self._dims or dims
         self._last = shapes, dtypes
