@@ -108,6 +108,8 @@ def any_feature(flags: Tensor, batch_dims: int) -> Tensor:
 def all_finite(tensor: Tensor, batch_dims: int) -> Tensor:
     """Returns booleans `[*B]`: whether all entries of `[*B, ...]` are finite and at most 1e37.
 
+    In float16, 1e37 would be infinite, so the largest finite number is the limit there.
+
     Examples:
         >>> all_finite(torch.tensor([[1.0, 2.0], [1.0, torch.nan]]), 1)
         tensor([ True, False])
@@ -117,7 +119,8 @@ def all_finite(tensor: Tensor, batch_dims: int) -> Tensor:
         return torch.ones(tensor.shape[:batch_dims], dtype=torch.bool, device=tensor.device)
     if tensor.ndim > batch_dims:
         sizes = sizes.flatten(batch_dims).amax(-1)  # NaN if any entry is NaN
-    return sizes <= _LARGEST
+    half = sizes.dtype == torch.float16
+    return sizes <= (torch.finfo(torch.float16).max if half else _LARGEST)
 
 
 def finite_rows(points: Tensor) -> Tensor:

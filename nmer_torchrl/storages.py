@@ -55,6 +55,12 @@ class PairStorage(LazyTensorStorage):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores saved rows and moves them to the storage's device."""
+        room = _find_room(state_dict["_storage"])
+        if room not in (None, self.max_size):
+            raise ValueError(
+                f"The saved storage has room for {room} rows, but this one for {self.max_size}; "
+                f"load it into a storage of {room} rows."
+            )
         device = _compat.rows_device(self)
         super().load_state_dict(move_state(state_dict, device))
         _compat.settle(self, device)
@@ -76,6 +82,16 @@ class PairStorage(LazyTensorStorage):
                 self.written = cursor, cursor.cpu()
                 rows = as_rows(self.written[1], device)
             super().set(rows, data, set_cursor=set_cursor)
+
+
+def _find_room(state: Any) -> int | None:
+    """Returns the number of rows in a saved storage; None if none were stored."""
+    for value in state.values() if isinstance(state, dict) else ():
+        if isinstance(value, Tensor) and value.ndim:
+            return len(value)
+        if (room := _find_room(value)) is not None:
+            return room
+    return None
 
 
 def move_state(state: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 import copy
 import pickle
 import threading
+import warnings
 
 import pytest
 import torch
-from helpers import assert_neighbors, make_transitions, stored_points
+from helpers import MIX_KEYS, assert_neighbors, make_transitions, stored_points
 from torch.multiprocessing import get_context
 from torchrl.data import (
     LazyMemmapStorage,
@@ -527,6 +528,80 @@ def test_two_rows_read_by_position_are_not_a_pair():
     rows = make_transitions(2)
     buffer.extend(rows)
     assert torch.equal(buffer[:]["observation"], rows["observation"])
+
+
+@pytest.mark.parametrize("kind", sorted(METHODS))
+def test_rows_that_are_not_finite_do_not_spread_in_half_precision(kind):
+    """1e37, the limit for other dtypes, is infinite in float16."""
+    rows = make_transitions(40)
+    rows["next", "done"] = rows["next", "terminated"]  # one long episode, for successors
+    rows["observation"][1:] = rows["next", "observation"][:-1]
+    rows = rows.apply(lambda x: x.half() if x.is_floating_point() else x)
+    rows["next", "reward"][4], rows["next", "observation"][9, 1] = torch.inf, torch.nan
+    bad = [4, 9]
+    buffer = make(kind, capacity=40, batch_size=400)
+    with warnings.catch_warnings():  # some methods say once that such rows are not mixed
+        warnings.simplefilter("ignore")
+        buffer.extend(rows)
+        batch = buffer.sample()
+    index = batch["index"].reshape(400, -1)
+    anchors = index[:, 0]
+    good = ~torch.isin(anchors, torch.tensor(bad))
+    for key in MIX_KEYS:
+        assert batch[key][good].isfinite().all(), key
+    if kind in PAIR_KINDS:
+        assert not torch.isin(index[good], torch.tensor(bad)).any()
+
+
+def test_rows_that_gain_an_entry_need_it_from_then_on():
+    rows = make_transitions(2)
+    buffer = make(capacity=4)
+    buffer.extend(rows)
+    buffer.extend(rows.clone().set("bonus", torch.full((2, 1), 7.0)))
+    with pytest.raises(KeyError, match="no entry 'bonus'"):
+        buffer.extend(rows)  # the old value of a row would stay
+    assert buffer.storage[:]["bonus"].flatten().tolist() == [0.0, 0.0, 7.0, 7.0]
+
+
+@pytest.mark.parametrize("room", [10, 40])
+def test_a_state_of_another_size_is_refused(room):
+    buffer = make(capacity=20)
+    buffer.extend(make_transitions(15))
+    other = make(capacity=room)
+    with pytest.raises(ValueError, match=f"room for 20 rows, but this one for {room}"):
+        other.load_state_dict(buffer.state_dict())
+
+
+@pytest.mark.parametrize("written", [7, 10, 13, 20])
+def test_a_new_buffer_writes_after_the_rows_of_its_storage(written):
+    buffer = make(capacity=10)
+    for seed in range(written):
+        buffer.add(make_transitions(1, seed=seed)[0])
+    again = make(storage=buffer.storage, capacity=None)
+    again.extend(make_transitions(2, seed=written))
+    seeds = again.storage[:]["identity"] // 1_000
+    expected = [*range(max(written - 8, 0), written), written, written]
+    assert sorted(seeds.tolist()) == sorted(expected[-10:])
+
+
+@pytest.mark.parametrize("kind", NEAR_KINDS)
+def test_a_state_that_was_loaded_is_saved_again_before_it_is_used(kind):
+    """With lists that lag behind the scale, new ones would differ."""
+    buffer = make(kind, capacity=900)
+    buffer.extend(make_transitions(880))
+    buffer.sampler.synchronize(buffer.storage)
+    buffer.sampler.neighbors(buffer.storage, torch.arange(880))
+    wide = make_transitions(12, seed=1)
+    wide["observation"][:, 0] *= 2
+    buffer.extend(wide)
+    buffer.sample()
+    middle, last = make(kind, capacity=900, seed=1), make(kind, capacity=900, seed=2)
+    middle.load_state_dict(copy.deepcopy(buffer.state_dict()))
+    saved = middle.state_dict()
+    assert {*saved["_sampler"]} == {*buffer.state_dict()["_sampler"]}
+    last.load_state_dict(copy.deepcopy(saved))
+    for _ in range(5):
+        assert_same_batch(last.sample(), buffer.sample())
 
 
 def test_ensemble_of_buffers():

@@ -102,6 +102,20 @@ def test_what_a_quantile_has_seen_is_saved_with_the_buffer(kind):
         assert torch.equal(twin.sample()["index"], expected)
 
 
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_an_emptied_buffer_has_seen_no_distance(kind):
+    first, fresh = (make(kind, QuantileCap(0.8)) for _ in range(2))
+    for _ in range(3):
+        first.sample()
+    first.empty()
+    assert first.sampler.unit.cap.limit == math.inf
+    fresh.empty()
+    for buffer in (first, fresh):
+        buffer.set_rng(torch.Generator().manual_seed(5))
+        buffer.extend(make_transitions(30, seed=3))
+    assert torch.equal(first.sample()["index"], fresh.sample()["index"])
+
+
 def test_a_cap_goes_with_its_sampler():
     buffer = make(NeighborPairSampler, 1e-9)
     buffer.sample()

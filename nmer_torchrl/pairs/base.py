@@ -111,6 +111,11 @@ class Pairing(SampleUnit):
     def follow(self, storage: Storage) -> None:
         """Reads all rows that have changed in the storage, and subscribes to its writes."""
         with self.lock:
+            if self.rows.storage is not None and self.rows.follows_another(storage):
+                raise RuntimeError(
+                    f"This {type(self).__name__} already serves another buffer, whose writes it "
+                    "could not tell from this one's; give each buffer its own."
+                )
             storage.attach(self)  # attaching again has no effect
             self.synchronize(storage)
 

@@ -46,6 +46,10 @@ class Cap:
         if not isinstance(max_distance, QuantileCap):
             POSITIVE("max_distance", max_distance)
         self.max_distance = max_distance
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all distances."""
         self.recent = torch.empty(0, dtype=torch.float64)  # from oldest to newest
 
     @property

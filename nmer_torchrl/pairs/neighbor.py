@@ -222,6 +222,8 @@ class NearPairing(Pairing):
             if self.space is not None:
                 self.space.search.clear()
             super().clear()
+            if self.cap is not None:
+                self.cap.clear()
             self._reset()
 
     def state_dict(self) -> dict[str, Any]:
@@ -230,7 +232,10 @@ class NearPairing(Pairing):
             storage = self.rows.storage
             if storage is not None and len(storage):
                 self.synchronize(storage)
-            state = {} if self.space is None else self.space.state_dict()
+            if self._saved is not None:  # loaded, and not used yet
+                state = self._saved
+            else:
+                state = {} if self.space is None else self.space.state_dict()
             return state if self.cap is None else {**state, "recent": self.cap.recent.clone()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
