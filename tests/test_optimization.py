@@ -95,6 +95,35 @@ def test_the_step_is_that_of_reinforce(gain):
         torch.testing.assert_close(ours, theirs.float(), atol=2e-5, rtol=0)
 
 
+def test_rows_that_no_choice_has_kept_teach_nothing():
+    """New rows are kept without a choice, which says nothing about the policy."""
+    buffer = make_buffer(100, 200, rows=400, episodes=1, lr=1e-3)
+    sampler = buffer.sampler
+    sampler.finish_episode(1.0, buffer.storage)  # chooses among 100 rows
+    buffer.extend(make_rows(100, seed=1))
+    before, chosen = copy.deepcopy(sampler._policy), kept(buffer).double()
+    features = sampler._features(buffer.storage)
+    state = sampler._generator.get_state()
+    rows = torch.randint(100, (400,), generator=torch.Generator().set_state(state))
+    sampler.finish_episode(3.0, buffer.storage)
+    p = before.double()(features[rows].double()).sigmoid().squeeze(-1)
+    objective = chosen[rows] * p.log() + (1 - chosen[rows]) * (1 - p).log()
+    (-2.0 * objective.mean()).backward()
+    torch.optim.Adam(before.parameters(), lr=1e-3).step()
+    for ours, theirs in zip(sampler._policy.parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.float(), atol=2e-5, rtol=0)
+
+
+def test_an_episode_without_a_choice_before_it_teaches_nothing():
+    buffer = make_buffer(50, 50, episodes=1, lr=1e-2)
+    sampler = buffer.sampler
+    sampler.finish_episode(1.0, buffer.storage)
+    buffer.extend(make_rows(50, seed=1))  # replaces all rows that were chosen
+    before = copy.deepcopy(list(sampler._policy.parameters()))
+    sampler.finish_episode(9.0, buffer.storage)
+    torch.testing.assert_close(list(sampler._policy.parameters()), before, rtol=0, atol=0)
+
+
 def test_it_learns_to_keep_what_raises_the_return():
     buffer = make_buffer(400, 400, lr=1e-2, episodes=1, rows=400)
     sampler, good = buffer.sampler, buffer[:]["reward"].squeeze(-1) > 0

@@ -23,7 +23,7 @@ from nmer_torchrl.samplers.base import LockedSampler
 from nmer_torchrl.tracking.rows import check_layout, stored_entries
 
 _FEATURES = 3  # reward, TD error, age
-_TENSORS = ("_kept", "_error", "_written")
+_TENSORS = ("_kept", "_judged", "_error", "_written")
 
 
 class ReplayOptimizationSampler(LockedSampler):
@@ -93,6 +93,7 @@ class ReplayOptimizationSampler(LockedSampler):
         self._size = 0  # number of known rows; the tables may be longer
         self._pool: Tensor | None = None  # cached positions of the kept rows
         self._kept = torch.empty(0, dtype=torch.bool)
+        self._judged = torch.empty(0, dtype=torch.bool)  # whether the policy has chosen this row
         self._error = torch.empty(0)  # last TD error of each row; infinite if it has none yet
         self._faults: Tensor | None = None  # faults in errors given on a device, not checked yet
         self._written = torch.empty(0, dtype=torch.int64)  # time of each write, counted in rows
@@ -111,7 +112,7 @@ class ReplayOptimizationSampler(LockedSampler):
             return
         with self._lock:
             self._reserve(int(index.max()) + 1)
-            self._kept[index] = True
+            self._kept[index], self._judged[index] = True, False
             self._error[as_rows(index, self._error.device)] = math.inf
             self._written[index] = torch.arange(self._count, self._count + len(index))
             self._count += len(index)
@@ -161,6 +162,7 @@ class ReplayOptimizationSampler(LockedSampler):
         missing = max(size - len(self._kept), len(self._kept) // 8)
         if size > len(self._kept):
             self._kept = torch.cat([self._kept, torch.ones(missing, dtype=torch.bool)])
+            self._judged = torch.cat([self._judged, torch.zeros(missing, dtype=torch.bool)])
             self._error = torch.cat([self._error, self._error.new_zeros(missing)])
             self._written = torch.cat([self._written, torch.zeros(missing, dtype=torch.int64)])
         if size > self._size:
@@ -207,9 +209,11 @@ class ReplayOptimizationSampler(LockedSampler):
         gain = 0.0 if before is None else sum(self._returns) / len(self._returns) - before
         features = self._features(storage)
         policy, optimizer = self._ready()
-        kept = self._kept[: len(features)]
-        if self._chosen and gain != 0.0:
-            rows = torch.randint(len(features), (self.rows,), generator=self._generator)
+        kept, judged = (each[: len(features)] for each in (self._kept, self._judged))
+        choices = judged.nonzero().squeeze(1)  # not the new rows, which no choice has kept
+        if len(choices) and gain != 0.0:
+            drawn = torch.randint(len(choices), (self.rows,), generator=self._generator)
+            rows = choices[drawn]
             with torch.enable_grad():
                 logits = policy(features[rows]).squeeze(-1)
                 # The log-probability of the choices is minus this cross-entropy.
@@ -218,7 +222,7 @@ class ReplayOptimizationSampler(LockedSampler):
         with torch.no_grad():
             scores = torch.cat([policy(part).squeeze(-1) for part in features.split(65_536)])
         draws = torch.rand(len(scores), generator=self._generator)
-        self._kept[: len(features)] = draws < scores.sigmoid()
+        kept[:], judged[:] = draws < scores.sigmoid(), True
         self._chosen, self._pool = True, None
 
     def _features(self, storage: Storage) -> Tensor:
