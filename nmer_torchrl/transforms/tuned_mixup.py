@@ -66,7 +66,7 @@ class TunedMixup(Fold):
         *,
         tolerance: float = 0.1,
         lr: float = 3e-4,
-        hidden: Sequence[int] = (256, 256),
+        hidden: Sequence[int] = (256, 256, 256),
         keys: Sequence[NestedKey] = POINT_KEYS,
         value_keys: Sequence[NestedKey] = VALUE_KEYS,
         terminated_key: NestedKey = TERMINATED_KEY,
