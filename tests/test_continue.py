@@ -12,6 +12,8 @@ from recipe_helpers import TINY, metrics, start, train, train_and_kill, without_
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nmer_recipes.directories import name_directory, read_config  # isort: skip
+from nmer_recipes.errors import UsageError  # isort: skip
+from nmer_recipes.files import DirectoryLock  # isort: skip
 from nmer_recipes.runs import Run  # isort: skip
 
 NAME = "env=a,replay=b"  # as in a sweep
@@ -36,6 +38,58 @@ def test_a_run_is_taken_further_number_for_number(recipe, options, first, tmp_pa
     assert len({row["train/loss_qvalue"] for row in whole}) == 3
     assert json.loads((part / "summary.json").read_text())["frames"] == 72
     assert yaml.safe_load((part / "config.yaml").read_text())["total_frames"] == 72
+
+
+def test_arguments_of_the_task_that_are_new_are_refused(tmp_path):
+    train_and_kill("td3", tmp_path / "run")
+    with pytest.raises(UsageError, match=r"env.kwargs.frame_skip=nothing \(1 was given\)"):
+        train("td3", tmp_path / "run", "resume=auto", "env.kwargs.frame_skip=1")
+
+
+def test_a_directory_belongs_to_one_run_at_a_time(tmp_path):
+    train_and_kill("td3", tmp_path / "run")
+    lock = DirectoryLock(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"Another process is running in .*run; wait"):
+        train("td3", tmp_path / "run", "resume=auto")
+    assert DirectoryLock.is_held(tmp_path / "run")
+    lock.release()
+    assert not DirectoryLock.is_held(tmp_path / "run")
+    train("td3", tmp_path / "run", "resume=auto")
+
+
+def test_resuming_by_config_passes_over_a_run_that_is_running(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ["run_dir=null", "name=one"]
+    train_and_kill("td3", tmp_path, *options)
+    (first,) = (tmp_path / "runs" / "one").iterdir()
+    lock = DirectoryLock(first)
+    with pytest.raises(FileNotFoundError):  # the helper does not know the directory
+        train("td3", tmp_path, *options, "resume=auto")
+    assert len(list((tmp_path / "runs" / "one").iterdir())) == 2
+    lock.release()
+
+
+@pytest.mark.parametrize("replay", ["nmer", "noisy"])
+def test_few_updates_per_frame_are_described_alike_after_resuming(replay, tmp_path):
+    options = [f"replay={replay}", "replay_ratio=0.1", "random_frames=10", "eval_every=4"]
+    whole = train("td3", tmp_path / "whole", *options)
+    train_and_kill("td3", tmp_path / "part", *options)
+    assert train("td3", tmp_path / "part", *options, "resume=auto") == whole
+    drawn = [row["replay/neighbor_distance"] for row in whole]
+    assert bool(drawn[-1]) == (replay == "nmer")
+
+
+def test_times_of_the_first_row_after_resuming_count_what_was_before(tmp_path):
+    """A run that was killed halfway between two rows has spent half of the frames before."""
+    train_and_kill("sac", tmp_path / "run", "eval_every=48", "random_frames=10")
+    train("sac", tmp_path / "run", "eval_every=48", "random_frames=10", "resume=auto")
+    (row,) = metrics(tmp_path / "run")
+    seconds = 48 / float(row["time/frames_per_second"])
+    assert seconds == pytest.approx(float(row["time/seconds"]), rel=0.2)
+    parts = ("environment", "upkeep", "sample", "update", "evaluation")
+    shares = [float(row[f"time/share_{part}"]) for part in parts]
+    assert all(share > 0 for share in shares)
+    assert sum(shares) < 1
 
 
 @pytest.mark.parametrize(("algorithm", "interval"), [("td3", 2), ("sac", None)])

@@ -146,6 +146,7 @@ FAULTS = {
     "entry": r"entry 'camera', has observations in Box\(\(8, 8\), uint8\)",
     "missing": r"reset\(\) returned .*, but the observation space has the entries \['goal'\]",
     "unbounded": "unbounded actions",
+    "huge": "unbounded actions",
     "discrete": r"actions in Discrete\(3\)",
     "flat": r"actions of shape \(2, 2\)",
     "fixed": "some of which are fixed",
@@ -164,6 +165,19 @@ def task_config(name, **fields):
 def test_what_cannot_be_trained_on_is_refused_before_training(fault):
     with pytest.raises(UsageError, match=FAULTS[fault]):
         envs.check_task(task_config("Faulty", kwargs={"fault": fault}))
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["env.count=2"], ["collector=torchrl", "collector.frames_per_batch=7"]]
+)
+def test_rows_of_a_task_that_changes_its_array_in_place_are_right(options, tmp_path):
+    reused = ["env=gym", "env.id=own_tasks:Reused-v0"]
+    start("td3", *SMALL, *reused, *options, "replay=uniform", f"run_dir={tmp_path}", cwd=tmp_path)
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["buffer"]
+    rows = saved["_storage"]["_storage"]
+    before, after = rows["observation"][:48, 0], rows["next.observation"][:48, 0]
+    torch.testing.assert_close(after, before + 1)
+    assert torch.equal(rows["next.terminated"][:48, 0], after == 5)
 
 
 @pytest.mark.filterwarnings("ignore:The row at position .* has a non-finite entry")

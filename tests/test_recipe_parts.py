@@ -11,7 +11,7 @@ import torch
 from helpers import make_transitions
 from hydra._internal.utils import get_args_parser
 from hydra.errors import MissingConfigException
-from recipe_helpers import ALGORITHMS, RECIPES, make_config, train
+from recipe_helpers import ALGORITHMS, RECIPES, make_config, start, train
 
 from nmer_recipes import checkpoint, collect, compiling, config, envs, evaluate  # isort: skip
 from nmer_recipes import provenance, seeding  # isort: skip
@@ -116,6 +116,12 @@ def test_values_that_no_run_could_use_are_refused(override, words):
 def test_an_unknown_choice_lists_the_known_ones(group, known):
     with pytest.raises(MissingConfigException, match=rf"(?s)best.*Available options.*{known}"):
         make_config("sac", f"{group}=best")
+
+
+@pytest.mark.parametrize("word", ["logger.kind=wandb", "collector.kind=torchrl"])
+def test_a_choice_is_made_by_its_group(word, tmp_path):
+    with pytest.raises(SystemExit, match=f"choose {word.replace('.kind', '')} instead"):
+        start("td3", word, cwd=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -324,6 +330,12 @@ def test_evaluation_starts_from_the_same_states_each_time(monkeypatch):
     assert first["eval/return"] == pytest.approx(np.mean(totals))
     assert first["eval/monte_carlo"] == pytest.approx(np.mean(discounted))
     assert first["eval/overestimation"] == pytest.approx(-np.mean(discounted))
+
+
+def test_returns_without_discount_are_the_rewards(tmp_path):
+    rows = train("td3", tmp_path, "gamma=0")
+    steps = float(rows[-1]["eval/length"])  # each has a reward of 1, except for the last
+    assert float(rows[-1]["eval/monte_carlo"]) == pytest.approx((steps - 1) / steps)
 
 
 def test_a_generator_state_is_plain_text():

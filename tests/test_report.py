@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -539,6 +540,15 @@ def test_unfinished_runs_are_left_out_and_told():
     (cell,) = cells.make_cells(runs, fail, at=120_000)
     assert cell.task.frames == 120_000
     assert list(cell.scores) == [6, 6]  # of 1 to 11
+
+
+def test_runs_without_an_evaluation_up_to_the_step_are_left_out_and_told():
+    told = []
+    runs = [make_run(None, "often"), make_run(range(1), "once", seed=1)]
+    runs[1] = replace(runs[1], frames=runs[1].frames + 190_000)
+    (cell,) = cells.make_cells(runs, told.append, at=60_000)
+    assert [run.source for run in cell.runs] == ["often"]
+    assert told == ["once is left out: it was not evaluated up to 60,000 frames."]
 
 
 def test_where_no_run_is_finished_all_are_scored_where_all_have_been():

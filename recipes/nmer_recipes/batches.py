@@ -15,6 +15,7 @@ from typing import Any, Self, final
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import TransformObservation
 from omegaconf import DictConfig
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -264,7 +265,8 @@ def make_envs(cfg: DictConfig, seed: int) -> EnvBase:
     """
     torch.manual_seed(seed)
     if cfg.count == 1:
-        task = make_env(cfg)
+        # Copies observations: a task may change the array that it returned.
+        task = TransformObservation(make_env(cfg), np.array, None)
     else:
         makers = [partial(make_env, cfg)] * cfg.count
         task = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)  # TorchRL resets them

@@ -170,6 +170,7 @@ class FrameCollector:
             start, over = np.empty(0), terminated or truncated
             ended.append(self.episode_returns[i] if over else None)
             if over:
+                after = np.array(after)  # a task may return the array that its reset changes
                 self.episode_returns[i], start = 0.0, env.reset()[0]
             steps += [after, np.array([reward, terminated and not truncated]), start]
         parts = self._upload(*steps)

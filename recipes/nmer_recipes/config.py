@@ -169,6 +169,10 @@ def run_recipe(
                 return train(cfg)
             print(f"Skipping {cfg.run_dir}: the run is already complete.")
             return read_score(Path(cfg.run_dir))
+        except KeyboardInterrupt:
+            if sweep:
+                raise
+            raise SystemExit(f"{name}.py: interrupted, without a new checkpoint") from None
         except UsageError as error:
             message = f"{name}.py: {error}"
             # A run that fails must not stop the other runs of a sweep.

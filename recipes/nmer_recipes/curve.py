@@ -15,7 +15,8 @@ def draw_curve(path: Path, rows: list[dict[str, float]], name: str) -> None:
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
     for column, label in (("train/return", "training"), ("eval/return", "evaluation")):
         points = [(row["frames"], row[column]) for row in rows if column in row]
-        axes.plot(*zip(*points, strict=True), label=label) if points else None
+        marker = "." if len(points) == 1 else None  # which a line would not show
+        axes.plot(*zip(*points, strict=True), label=label, marker=marker) if points else None
     axes.set(title=name, xlabel="environment frames", ylabel="return")
     axes.grid(alpha=0.3)
     axes.legend()

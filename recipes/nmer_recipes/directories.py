@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nmer_recipes.errors import UsageError
-from nmer_recipes.files import CHECKPOINT, resume_word, write_text
+from nmer_recipes.files import CHECKPOINT, DirectoryLock, resume_word, write_text
 
 # Settings that may differ between a run and its continuation.
 FREE = {"resume", "run_dir", "checkpoint_every", "video", "logger"}
@@ -28,6 +28,7 @@ _ADDED = {
     "data": {"source": None},
     "env": {"count": 1, "kwargs": {}, "wrappers": None, "max_steps": None},
 }
+_OPEN = "env.kwargs."
 _DECIDED = {"target_entropy"}  # null until the run has read it from its task
 _LONGEST_GROUP = 128  # characters that W&B accepts
 _LONGEST_NAME = 200  # bytes; most file systems accept 255
@@ -139,6 +140,8 @@ def find_directory(cfg: DictConfig) -> tuple[Path, bool]:
         if cfg.resume == "auto":
             for directory in sorted(parent.glob("*"), reverse=True):
                 if _unfinished(directory) and not _differences(read_config(directory), cfg):
+                    if DirectoryLock.is_held(directory):
+                        continue
                     return directory, True
         return _new_directory(parent, cfg), False
     directory = Path(cfg.run_dir)
@@ -272,6 +275,9 @@ def _differences(saved: dict[str, Any], cfg: DictConfig) -> dict[str, tuple[Any,
         decided = name in _DECIDED and None in values
         if values[0] != values[1] and not decided and not {name, name.split(".")[0]} & FREE:
             different[name] = values
+    for name in sorted(here.keys() - there.keys()):
+        if name.startswith(_OPEN):  # names that the task chooses, none of which were given then
+            different[name] = "nothing", here[name]
     for kind in [name for name in different if name.endswith(".kind")]:  # the rest follows from it
         group = kind.removesuffix("kind")
         different = {n: v for n, v in different.items() if n == kind or not n.startswith(group)}

@@ -55,7 +55,7 @@ class Evaluator:
                 for t in range(len(rewards) - 1, -1, -1):
                     returns[t] = after = rewards[t] + self.gamma * after
                 discount = self.gamma ** np.arange(len(rewards), 0, -1)
-                whole = discount <= max(_CUT, left) if cut else discount > 0
+                whole = discount <= max(_CUT, left) if cut else np.ones(len(discount), bool)
                 values = q_values(
                     loss, self._tensor(np.stack(observations)), self._tensor(np.stack(actions))
                 )

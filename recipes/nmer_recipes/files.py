@@ -17,6 +17,57 @@ from nmer_recipes.errors import UsageError
 CHECKPOINT = "checkpoint.pt"  # file name in a run's directory
 
 
+class DirectoryLock:
+    """Keeps other processes from writing to a run's directory; ends with the process at the latest.
+
+    Where the system has no such locks, it does nothing.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._file: int | None = None
+        try:
+            self._file = _lock(directory)
+        except BlockingIOError:
+            raise UsageError(
+                f"Another process is running in {directory}; wait until it ends, or choose another "
+                "run_dir."
+            ) from None
+
+    def release(self) -> None:
+        """Lets other processes write."""
+        if self._file is not None:
+            os.close(self._file)
+        self._file = None
+
+    __del__ = release
+
+    @classmethod
+    def is_held(cls, directory: Path) -> bool:
+        """Returns whether another process, or another run of this one, holds the lock."""
+        try:
+            cls(directory).release()
+        except UsageError:
+            return True
+        return False
+
+
+def _lock(directory: Path) -> int | None:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    file = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise
+    except OSError:  # some network file systems
+        os.close(file)
+        return None
+    return file
+
+
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
     """Opens a file that replaces `path` atomically once it is complete.

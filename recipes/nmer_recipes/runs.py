@@ -19,12 +19,13 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from tqdm import tqdm
 
 from nmer_recipes.curve import draw_curve
 from nmer_recipes.directories import find_directory, update_config
-from nmer_recipes.files import stopped_by_errors, told_of_errors, write_text
+from nmer_recipes.files import DirectoryLock, stopped_by_errors, told_of_errors, write_text
 from nmer_recipes.loggers import Logger, check_logger, make_logger
 from nmer_recipes.provenance import describe_source, misses_avx512
 from nmer_recipes.resume import resume_command
@@ -61,6 +62,7 @@ COLUMNS = (
     "time/share_update",
     "time/share_evaluation",
 )
+DESCRIBED = ("index", "mixup_weight", "state_weight")  # entries that `describe` reads
 _LONG = 600.0  # seconds from which a run's remaining time is printed
 _WIDE = 1_000  # units of a critic's layer above which it takes most of the time
 _FIRST = 300  # updates after which the remaining time is estimated
@@ -97,7 +99,9 @@ class Run:
         check_logger(cfg)
         settle(cfg)
         self.directory, self.resumed = find_directory(cfg)
+        self._lock = DirectoryLock(self.directory)
         self.clock = Clock()
+        self.batch: TensorDictBase | None = None  # the last one, which evaluations describe
         self.rows: list[dict[str, float]] = []
         self.frames = self.updates = 0
         self.interrupted: int | None = None
@@ -110,6 +114,7 @@ class Run:
         self._started = self._marked = time.perf_counter()
         self._marked_at = (0, 0)  # frames and updates at the last row
         self._marked_clock = dict(self.clock.seconds)
+        self._since_mark = 0.0  # seconds from the last row to the last interruption
         self._first_update: tuple[float, int] | None = None
         self._told = self._diverged = False
         self._logger: Logger | None = None
@@ -120,6 +125,7 @@ class Run:
         try:
             yield
         except BaseException:
+            self._lock.release()
             if not self.resumed:
                 with suppress(OSError):  # other files in the directory are kept
                     (self.directory / "config.yaml").unlink()
@@ -176,6 +182,7 @@ class Run:
         self.bar.close()
         if self._logger is not None:
             self._logger.close()
+        self._lock.release()
 
     def note(self, losses: dict[str, Tensor], updates: int) -> None:
         """Adds the losses `[n]` of updates to sums on their device, which the next row reads."""
@@ -196,7 +203,7 @@ class Run:
     def log(self, frames: int, returns: list[float], *groups: dict[str, float]) -> None:
         """Writes a row of metrics; clears `returns`, the returns of training episodes."""
         now = time.perf_counter()
-        passed = max(now - self._marked, 1e-9)
+        passed = max(self._since_mark + now - self._marked, 1e-9)
         row: dict[str, float] = {"frames": frames, "train/updates": self.updates}
         row["train/episodes"] = len(returns)
         if returns:
@@ -241,7 +248,7 @@ class Run:
             self._logger.log(metrics, int(row["frames"]))
 
     def _mark(self, now: float, frames: int) -> None:
-        self._marked, self._marked_at = now, (frames, self.updates)
+        self._marked, self._marked_at, self._since_mark = now, (frames, self.updates), 0.0
         self._marked_clock = dict(self.clock.seconds)
         self._losses = {}
 
@@ -343,6 +350,9 @@ class Run:
             "due": self.due,
             "losses": {name: [float(total), n] for name, (total, n) in self._losses.items()},
             "marked_at": list(self._marked_at),
+            "since_mark": self._since_mark + time.perf_counter() - self._marked,
+            "clock": {n: s - self._marked_clock[n] for n, s in self.clock.seconds.items()},
+            "batch": None if self.batch is None else _described(self.batch),
             "seconds": self.seconds + time.perf_counter() - self._started,
             "logger_id": self.logger_id,
             "logged_to": self._logged_to,
@@ -360,9 +370,19 @@ class Run:
             for name, (total, number) in state["losses"].items()
         }
         self._marked_at = tuple(state["marked_at"])
+        self._since_mark = state.get("since_mark", 0.0)  # missing in earlier versions, as below
+        self._marked_clock |= {n: -seconds for n, seconds in state.get("clock", {}).items()}
+        if state.get("batch") is not None:
+            self.batch = TensorDict(state["batch"]).to(self.cfg.storage_device)
+            self.batch.auto_batch_size_(1)
         self.seconds, self.logger_id = state["seconds"], state["logger_id"]
         before = state.get("sources", [])  # missing in checkpoints of version 0.1
         self.sources = before + [source for source in self.sources if source not in before]
+
+
+def _described(batch: TensorDictBase) -> dict[str, Tensor]:
+    """Returns the entries of a batch that metrics are computed from."""
+    return batch.select(*DESCRIBED, strict=False).to("cpu").clone().to_dict()
 
 
 def _in_sweep() -> bool:

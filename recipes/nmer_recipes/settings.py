@@ -242,6 +242,9 @@ def check_words(words: Sequence[str], recipe: str) -> None:
             reference[group] |= _settings(group, choice)
     for word in overrides:
         name = word.partition("=")[0].lstrip("+~")
+        if name in ("collector.kind", "logger.kind"):
+            group, value = name.partition(".")[0], word.partition("=")[2]
+            raise UsageError(f"{name} cannot be set by itself; choose {group}={value} instead.")
         if "/" in name or name.split(".")[0] == "hydra":
             continue
         tree: Any = None

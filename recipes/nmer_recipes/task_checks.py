@@ -21,7 +21,9 @@ def check_spaces(env: gymnasium.Env, name: str) -> None:
             f"{name} has actions in {space}, but the recipes need a Box of floats; "
             "convert them with a wrapper (env.wrappers), or choose another task."
         )
-    if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
+    with np.errstate(over="ignore"):
+        widths = np.float32(space.high) - np.float32(space.low)
+    if not np.isfinite(widths).all():
         raise UsageError(
             f"{name} has unbounded actions, which cannot be rescaled to [-1, 1]; "
             "bound them with a wrapper."

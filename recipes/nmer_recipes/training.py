@@ -103,7 +103,7 @@ def train(
     )
     if run.resumed:
         checkpoint.load()
-    clock, drawn = run.clock, [None]
+    clock = run.clock
 
     def evaluate_and_save(frame: int) -> None:
         """Evaluates and saves if due, and repeats an evaluation that a signal has interrupted."""
@@ -140,6 +140,7 @@ def train(
                     block = join_blocks([as_block(rows, each.rows, device) for each, rows in pairs])
                     losses, errors = update(block, run.updates)
                     run.note(losses, len(block.reward))
+                run.batch = drawn[-1]
                 with clock("upkeep"):
                     parts = errors.split([each.rows for each in sources], 1)
                     for each, rows, part in zip(sources, drawn, parts, strict=True):
@@ -148,7 +149,7 @@ def train(
 
             # Evaluation
             if frame % cfg.eval_every == 0:
-                run.due = describe(sources[-1].buffer, drawn[-1])
+                run.due = describe(sources[-1].buffer, run.batch)
             evaluate_and_save(frame)
         write_video(cfg, run.directory, evaluate, actor)
         return run.finish()

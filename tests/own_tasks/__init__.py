@@ -67,6 +67,20 @@ class Goal(gymnasium.Env):
         return np.array([self.state["position"], self.goal], np.float32)
 
 
+class Reused(Goal):
+    """Counts its steps in one array, which it returns each time and changes in place."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple:
+        super(Goal, self).reset(seed=seed)
+        self.state = getattr(self, "state", np.zeros(2, np.float32))
+        self.state[:] = 0
+        return self.state, {}
+
+    def step(self, action: np.ndarray) -> tuple:
+        self.state += 1
+        return self.state, 0.0, bool(self.state[0] >= 5), False, {}
+
+
 class Faulty(Goal):
     """Has one of the faults that the recipes refuse, chosen by `fault`."""
 
@@ -100,6 +114,7 @@ _SPACES = {
 }
 _ACTIONS = {
     "unbounded": Box(-np.inf, np.inf, (1,)),
+    "huge": Box(np.finfo(np.float32).min, np.finfo(np.float32).max, (1,)),
     "discrete": Discrete(3),
     "flat": Box(-1, 1, (2, 2)),
     "fixed": Box(np.float32([0, 1]), np.float32([1, 1])),
@@ -138,3 +153,4 @@ gymnasium.register("Arm-v0", Arm, max_episode_steps=20)
 gymnasium.register("Goal-v0", Goal, max_episode_steps=20)
 gymnasium.register("Endless-v0", Goal)
 gymnasium.register("Faulty-v0", Faulty, max_episode_steps=20)
+gymnasium.register("Reused-v0", Reused, max_episode_steps=20)

@@ -160,7 +160,11 @@ def _at_one_step(
             f"Unfinished: none of {names} has reached {first.total_frames:,} frames; "
             f"scored at {step:,} frames, which all of them have reached."
         )
-    ended = tuple(run for run in (run.until(step) for run in there) if len(run.frames))
+    cut = [run.until(step) for run in there]
+    for run in cut:
+        if not len(run.frames):
+            tell(f"{run.source} is left out: it was not evaluated up to {step:,} frames.")
+    ended = tuple(run for run in cut if len(run.frames))
     if not ended:
         return []
     return [(Task(find_agent(first.config), *_split(first.config["env.task"]), step), ended)]
