@@ -30,6 +30,8 @@ from torchrl.data.replay_buffers.samplers import prioritized
 from torchrl.envs.transforms import Compose, MultiStepTransform, Transform
 from torchrl.envs.transforms.transforms import _CallableTransform
 
+from nmer_torchrl.functional import to_device
+
 _BUFFERS = (ReplayBuffer, OfflineToOnlineReplayBuffer)
 
 
@@ -285,7 +287,7 @@ def draw_by_priority(
             index = torch.where(powers == 0, index - 1, index)
             powers = torch.as_tensor(tree[index])
     weight = torch.pow(powers / least, -sampler.beta)
-    index, weight = (each.to(place, non_blocking=True) for each in (index, weight))
+    index, weight = (to_device(each, place) for each in (index, weight))
     if storage.ndim > 1:
         return torch.unravel_index(index, storage.shape), {"priority_weight": weight}
     return index, {"priority_weight": weight}
@@ -306,7 +308,7 @@ def priority_powers(sampler: PrioritizedSampler, index: Tensor) -> Tensor:
     """Returns `(priority + eps) ** alpha` at these positions, 0 where none has been set."""
     flat = index.reshape(-1).to(sampler.device)
     powers = torch.as_tensor(sampler._sum_tree[flat], dtype=sampler.dtype)
-    return powers.reshape(index.shape).to(index.device, non_blocking=index.is_cuda)
+    return to_device(powers.reshape(index.shape), index.device)
 
 
 def set_priority_powers(sampler: PrioritizedSampler, powers: Tensor, largest: Tensor) -> None:

@@ -38,7 +38,9 @@ def sample_beta(
     odds = exponential.div_(alpha).expm1_().reciprocal_()  # 1 / (u**(-1 / alpha) - 1)
     cosine = torch.rand(shape, generator=generator, device=device).mul_(2 * math.pi).cos_()
     ratio = odds.addcmul_(cosine, cosine).rsqrt_().mul_(cosine)  # t / sqrt(2 * alpha + t**2)
-    return ratio.add_(1.0).mul_(0.5)
+    weight = ratio.add_(1.0).mul_(0.5)
+    # CUDA's `rsqrt` rounds less exactly, so that a weight may be just outside of the bounds.
+    return weight if weight.device.type == "cpu" else weight.clamp_(0.0, 1.0)
 
 
 def sample_dirichlet(
@@ -133,6 +135,14 @@ def finite_rows(points: Tensor) -> Tensor:
     return (points - points).sum(-1) == 0  # infinity minus itself is NaN
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a tensor to a device, in the background if that is safe.
+
+    A copy to the CPU in the background could be read before it has arrived.
+    """
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 def as_rows(index: Tensor, device: torch.device) -> Tensor | slice:
     """Converts positions `[n]` on the CPU to an index for rows on a device.
 
@@ -147,7 +157,7 @@ def as_rows(index: Tensor, device: torch.device) -> Tensor | slice:
     if n == 1 or (n > 1 and bool((index[1:] - index[:-1] == 1).all())):
         first = int(index[0])
         return slice(first, first + n)
-    return index.to(device, non_blocking=True)
+    return to_device(index, device)
 
 
 def choose_neighbor(
@@ -246,7 +256,7 @@ def _fingerprint(numbers: Tensor) -> Tensor:
         numbers = numbers + 0.0  # minus zero becomes zero
     words = numbers.contiguous().view(torch.int32).long()
     random = _random_factors(words.shape[-1])
-    offsets, factors = random.to(words.device, non_blocking=True)
+    offsets, factors = to_device(random, words.device)
     # A sum of products alone would map round numbers, whose low bits are zero, too close together.
     mixed = (words + offsets) * _ODD
     mixed ^= mixed >> 32

@@ -77,10 +77,14 @@ class PairStorage(LazyTensorStorage):
                     _compat.note_row(self, cursor)
                     return
             rows, device = cursor, _compat.rows_device(self)
-            if isinstance(cursor, Tensor) and cursor.ndim == 1 and device.type != "cpu":
-                # One copy to the CPU, so that TorchRL and the samplers do not each wait for one.
-                self.written = cursor, cursor.cpu()
-                rows = as_rows(self.written[1], device)
+            if isinstance(cursor, Tensor) and cursor.ndim == 1:
+                there = cursor.cpu()
+                if device.type != "cpu":
+                    # One copy to the CPU, so that TorchRL and the samplers do not each wait for it.
+                    self.written = cursor, there
+                if len(there) > self.max_size:  # on a device, repeated positions mix the rows
+                    there, data = there[-self.max_size :], data[-self.max_size :]
+                rows = there if device.type == "cpu" else as_rows(there, device)
             super().set(rows, data, set_cursor=set_cursor)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import pickle
 import sys
 from contextlib import nullcontext
@@ -10,11 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import assert_neighbors, make_transitions, oracle_scale, stored_points
-from pretend_cuda import pretend_cuda, some_cuda
+from pretend_cuda import Pretended, pretend_cuda, some_cuda
+from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers.samplers import prioritized
 
-from nmer_torchrl import FeatureSpace, _compat, make_replay_buffer
+from nmer_torchrl import FeatureSpace, _compat, loop, make_replay_buffer
+from nmer_torchrl.functional import sample_beta
 from nmer_torchrl.methods import METHODS, option_names, options
+from nmer_torchrl.neighbors import DeviceSearch, NeighborGraph
+from nmer_torchrl.pairs import QuantileCap
+from nmer_torchrl.storages import move_state
 from nmer_torchrl.tracking import standardize
 from nmer_torchrl.tracking.standardize import RunningStandardizer
 
@@ -340,3 +346,124 @@ def test_rows_saved_on_one_device_are_loaded_on_the_other(first, then, cuda):
     index = torch.arange(40, device=then)
     neighbors = other.sampler.neighbors(other.storage, index)
     assert_neighbors(stored_points(other.storage).cpu(), index.cpu(), neighbors.cpu())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("nmer", {"search": "graph"}),
+        ("nmer", {"search": "graph", "metric": "mahalanobis"}),
+        ("nmer", {"search": "torch", "max_distance": QuantileCap(0.9)}),
+        ("ero", {}),
+    ],
+)
+@pytest.mark.parametrize("by", ["state", "files"])
+def test_states_of_a_sampler_on_cuda_are_loaded_on_either_device(kind, options, by, tmp_path):
+    def new(device):
+        return make_replay_buffer(kind, capacity=60, batch_size=16, device=device, **options)
+
+    rows = make_transitions(60)
+    with some_cuda():
+        buffer = new("cuda:0")
+        buffer.extend(rows.to("cuda:0"))
+        draw(buffer, "cuda:0")
+        if kind == "ero":
+            buffer.sampler.finish_episode(1.0, buffer.storage)
+        state = buffer.sampler.state_dict()
+        buffer.sampler.dumps(tmp_path)
+        again = new("cuda:0")  # also if all of the state is on the device
+        again.extend(rows.to("cuda:0"))
+        again.sampler.load_state_dict(move_state(state, torch.device("cuda:0")))
+        again.sample()
+        state = move_state(state, torch.device("cpu"))
+    other = new("cpu")
+    other.extend(rows)
+    other.sampler.loads(tmp_path) if by == "files" else other.sampler.load_state_dict(state)
+    assert other.sample()["observation"].isfinite().all()
+
+
+def test_rows_on_the_device_are_stored_on_the_cpu(cuda):
+    rows = make_transitions(9)
+    buffer = make_replay_buffer("nmer", capacity=20, batch_size=4)
+    buffer.extend(rows)
+    buffer.extend(rows.to("cuda:0"))
+    for key in ("observation", ("next", "reward")):
+        assert torch.equal(buffer.storage[:][key], rows[key].repeat(2, 1))
+    plain = make_replay_buffer("nmer", batch_size=4, storage=LazyTensorStorage(20))
+    with pytest.raises(ValueError, match=r"rows are on cuda:0, but the storage is on the CPU"):
+        plain.extend(rows.to("cuda:0"))
+    assert len(plain) == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("kind", ["nmer", "uniform", "ct"])
+def test_of_more_rows_than_there_is_room_for_the_last_are_stored_once(kind, device, cuda):
+    """On a device, the order in which repeated positions are written is not defined."""
+    rows = make_transitions(100).to(device)
+    buffer = make_replay_buffer(kind, capacity=30, batch_size=8, device=device)
+    buffer.extend(make_transitions(7, seed=1).to(device))
+    positions = []
+    put = buffer.storage.set
+
+    def watch(cursor, data, **options):
+        put(cursor, data, **options)
+        positions.append(buffer.storage.written[1] if device != "cpu" else cursor)
+
+    buffer.storage.set = watch
+    buffer.extend(rows)
+    stored = buffer.storage[:]
+    assert len(buffer) == 30
+    assert stored["identity"].sort().values.tolist() == list(range(70, 100))
+    chosen = rows[stored["identity"]]
+    for key in ("observation", "action", ("next", "reward")):
+        assert torch.equal(stored[key], chosen[key])
+    assert buffer.sample()["observation"].isfinite().all()
+
+
+def test_lists_of_a_search_on_another_device_are_built(cuda):
+    search = DeviceSearch(NeighborGraph(5), "cuda:0")
+    buffer = make_replay_buffer("nmer", capacity=50, batch_size=8, search=search, k=5)
+    buffer.extend(make_transitions(50))
+    buffer.sampler.build(buffer.storage)
+    assert search.search.stats()["lists"] == 50
+
+
+def test_nothing_is_copied_to_the_cpu_in_the_background(cuda, monkeypatch):
+    """Such a copy could be read before it has arrived."""
+    if cuda is None:
+        pytest.skip("watches the simulated device")
+    move, found = Pretended.to, []
+
+    def watch(self, *arguments, **options):
+        result = move(self, *arguments, **options)
+        background = options.get("non_blocking") or True in arguments
+        if background and not isinstance(result, Pretended):
+            caller = sys._getframe(1).f_code.co_filename
+            found.extend([caller] if "nmer_torchrl" in caller else [])
+        return result
+
+    monkeypatch.setattr(Pretended, "to", watch)
+    for kind, device in itertools.product(KINDS, ["cpu", "cuda:0"]):
+        options = {"search": "torch"} if "search" in KINDS[kind] else {}
+        buffer = make_replay_buffer(kind, capacity=60, batch_size=16, device=device, **options)
+        buffer.extend(make_transitions(40).to(device))
+        batch = buffer.sample()
+        loop.report_errors(buffer, batch, torch.rand(16, device=device))
+        if "search" in KINDS[kind]:
+            index = torch.tensor([5, 6, 7])
+            near = [
+                buffer.sampler.neighbors(buffer.storage, index.to(d)) for d in ("cpu", "cuda:0")
+            ]
+            assert torch.equal(near[0], near[1].cpu())
+    assert found == []
+
+
+def test_weights_stay_within_their_bounds_if_a_root_is_rounded_less_exactly(cuda, monkeypatch):
+    """CUDA's reciprocal root may be a unit in the last place too large."""
+    if cuda is None:
+        pytest.skip("changes the simulated device")
+    root = torch.Tensor.rsqrt_
+    monkeypatch.setattr(Pretended, "rsqrt_", lambda x: root(x).mul_(1 + 2e-7))
+    weight = sample_beta(0.2, (20_000,), device=torch.device("cuda:0")).cpu()
+    assert weight.min() >= 0
+    assert weight.max() <= 1

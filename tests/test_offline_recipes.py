@@ -408,15 +408,17 @@ def test_an_agent_that_marks_its_rows_takes_no_fixed_data(log, tmp_path):
         train("sunrise", tmp_path / "run", f"data.source={log}")
 
 
+@pytest.mark.parametrize("search", ["torch", "graph"])
 @pytest.mark.parametrize("recipe", OFFLINE)
-def test_a_run_on_the_pretended_device_is_that_of_the_cpu(recipe, log, cuda, tmp_path):
+def test_a_run_on_the_pretended_device_is_that_of_the_cpu(recipe, search, log, cuda, tmp_path):
     if cuda is None:
         pytest.skip("a real device has numbers of its own")
-    options = ["replay=nmer", "replay.search=torch"]
+    options = ["replay=nmer", f"replay.search={search}"]
     there = learn(recipe, tmp_path / "there" / "run", log, *options, "device=cuda:0")
     assert learn(recipe, tmp_path / "here" / "run", log, *options, "device=cpu") == there
-    # From what the other device has kept.
-    assert learn(recipe, tmp_path / "there" / "next", log, *options, "device=cpu") == there
+    for device in ("cuda:0", "cpu"):  # from what the device has kept
+        again = learn(recipe, tmp_path / "there" / device, log, *options, f"device={device}")
+        assert again == there
 
 
 def test_data_is_short_for_its_source(log, tmp_path):

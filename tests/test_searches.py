@@ -32,6 +32,7 @@ from nmer_torchrl.neighbors import (
     make_search,
 )
 from nmer_torchrl.neighbors.base import as_search
+from nmer_torchrl.neighbors.exact import relative_error
 from nmer_torchrl.tracking.standardize import RunningStandardizer
 
 SEARCHES = [
@@ -326,6 +327,22 @@ def test_coarse_matrix_products_cost_time_not_exactness(precision):
     finally:
         torch.set_float32_matmul_precision(before)
     assert_neighbors(points, torch.arange(500), neighbors, scale)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+def test_precision_may_be_set_by_backend(precision):
+    """PyTorch then refuses the older question for it, once both ways have been used."""
+    torch.backends.cuda.matmul.fp32_precision = precision
+    try:
+        coarse = relative_error(5) > 1e-4
+        assert coarse == (precision == "tf32")
+        points, scale = torch.randn(300, 5) + 3, torch.ones(5, dtype=torch.float64)
+        for make in (TorchSearch, NeighborGraph):
+            neighbors = filled(make, points).query(torch.arange(300), 10, scale)
+            assert_neighbors(points, torch.arange(300), neighbors, scale)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_overflow_in_float32_is_searched_again():

@@ -239,5 +239,5 @@ class WhitenedSpace(Space):
         """See `Space.load_state_dict`."""
         frozen = state.get("whitening")
         if frozen is not None and len(frozen["center"]) == len(self._scale):
-            self._freeze(Whitening(**frozen))
+            self._freeze(Whitening(**{name: part.cpu() for name, part in frozen.items()}))
             self.search.load_state_dict(state["search"])

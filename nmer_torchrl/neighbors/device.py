@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nmer_torchrl.functional import to_device
 from nmer_torchrl.neighbors.base import NeighborSearch, Search, as_search
 
 
@@ -32,15 +33,15 @@ class DeviceSearch(Search):
     def __init__(self, search: NeighborSearch, device: torch.device | str) -> None:
         self.search, self.device = as_search(search), torch.device(device)
         self.products, self.exact = self.search.products, self.search.exact
-        self.fills = self.search.fills
+        self.fills, self.lists = self.search.fills, self.search.lists
 
     def write(self, index: Tensor, points: Tensor) -> None:
         """See `NeighborSearch.write`."""
-        self.search.write(index, points.to(self.device, non_blocking=True))
+        self.search.write(index, to_device(points, self.device))
 
     def query(self, index: Tensor, k: int, scale: Tensor) -> Tensor:
         """See `NeighborSearch.query`."""
-        there = index.to(self.device, non_blocking=True)
+        there = to_device(index, self.device)
         return self.search.query(there, k, scale).to(index.device)
 
     def clear(self) -> None:

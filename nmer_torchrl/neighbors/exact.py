@@ -9,6 +9,8 @@ are searched again over all points.
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +18,10 @@ from torch import Tensor
 from nmer_torchrl.neighbors.base import PointTable
 
 BLOCK = 2**24  # numbers in one block of distances, which bounds the memory of a search
-# Unit roundoff of float32 products under the setting of torch.set_float32_matmul_precision.
+# Unit roundoff of float32 products under the names of torch.set_float32_matmul_precision, and
+# under those of torch.backends.
 _ROUNDOFF = {"highest": 2.0**-24, "high": 2.0**-10, "medium": 2.0**-7}
+_ROUNDOFF |= {"none": 2.0**-24, "ieee": 2.0**-24, "tf32": 2.0**-10, "bf16": 2.0**-7}
 
 
 def relative_error(d: int) -> float:
@@ -26,7 +30,20 @@ def relative_error(d: int) -> float:
     This holds in float32. Dot products of `d` terms have an error of `d` roundoffs of `|a||b|`,
     norms likewise, and the scaled coordinates themselves a few.
     """
-    return (2 * d + 16) * _ROUNDOFF[torch.get_float32_matmul_precision()]
+    return (2 * d + 16) * _roundoff()
+
+
+def _roundoff() -> float:
+    """Returns the largest unit roundoff of float32 products that the settings allow."""
+    backends: Any = torch.backends  # whose settings have no types
+    names = [
+        backends.fp32_precision,
+        backends.cuda.matmul.fp32_precision,
+        backends.mkldnn.matmul.fp32_precision,
+    ]
+    with suppress(RuntimeError):  # it refuses settings that were made by `torch.backends`
+        names.append(torch.get_float32_matmul_precision())
+    return max(_ROUNDOFF[name] for name in names)
 
 
 def squared_distances(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from nmer_torchrl.checks import is_integer
-from nmer_torchrl.functional import choose_neighbor
+from nmer_torchrl.functional import choose_neighbor, to_device
 from nmer_torchrl.keys import POINT_KEYS, VALUE_KEYS, join_entries
 from nmer_torchrl.metrics import Euclidean, Metric, Space, View
 from nmer_torchrl.neighbors import Search, SearchOption, check_search
@@ -112,7 +112,7 @@ class NearPairing(Pairing):
                 f"Another sampler now uses the {type(self._chosen).__name__} of this sampler and "
                 "has replaced its points; give each sampler its own search."
             )
-        there = index.to(self.rows.device, non_blocking=True)
+        there = to_device(index, self.rows.device)
         found = self.space.query(there, self.k if k is None else k)
         if not len(index):
             return index.new_empty(found.shape)

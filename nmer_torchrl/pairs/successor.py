@@ -11,7 +11,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
-from nmer_torchrl.functional import any_feature, as_rows, fingerprint, finite_rows
+from nmer_torchrl.functional import any_feature, as_rows, fingerprint, finite_rows, to_device
 from nmer_torchrl.keys import (
     END_KEYS,
     POINT_KEYS,
@@ -298,7 +298,7 @@ class SuccessorPairs(Pairing):
         for i, j in zip(before.split(_CHUNK), after.split(_CHUNK), strict=True):
             if not len(i):
                 continue
-            i, j = i.to(device, non_blocking=True), j.to(device, non_blocking=True)
+            i, j = to_device(i, device), to_device(j, device)
             differ = torch.zeros(len(i), dtype=torch.bool, device=device)
             differ = differ if none is None else differ | none
             for key in self.observations:

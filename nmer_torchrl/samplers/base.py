@@ -29,7 +29,9 @@ class StateFile:
 
     def loads(self: Any, path: str | Path) -> None:
         """Loads a state that `dumps` saved."""
-        self.load_state_dict(torch.load(Path(path) / _STATE_FILE, weights_only=True))
+        self.load_state_dict(
+            torch.load(Path(path) / _STATE_FILE, weights_only=True, map_location="cpu")
+        )
 
 
 class LockedSampler(StateFile, Sampler):

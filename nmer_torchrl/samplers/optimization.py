@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers import Storage
 
 from nmer_torchrl import _compat
 from nmer_torchrl.checks import is_integer
-from nmer_torchrl.functional import as_rows
+from nmer_torchrl.functional import as_rows, to_device
 from nmer_torchrl.generators import draw_seed
 from nmer_torchrl.keys import get_entry
 from nmer_torchrl.networks import CarefulAdam, make_mlp
@@ -137,7 +137,7 @@ class ReplayOptimizationSampler(LockedSampler):
             if error.device.type != "cpu":
                 self._error = self._error.to(error.device)
             device = self._error.device
-            error, position = (x.to(device, non_blocking=True) for x in (error, position))
+            error, position = (to_device(x, device) for x in (error, position))
             inside = (position >= 0) & (position < self._size)
             faults = ~torch.stack([error.isfinite().all(), inside.all()])
             self._faults = faults if self._faults is None else self._faults | faults
@@ -179,7 +179,7 @@ class ReplayOptimizationSampler(LockedSampler):
         with self._lock:
             self._reserve(size)
             if self._pool is None and self._chosen:
-                self._pool = self._kept[:size].nonzero().squeeze(1).to(device, non_blocking=True)
+                self._pool = to_device(self._kept[:size].nonzero().squeeze(1), device)
             pool = self._pool
         if pool is None or not len(pool):
             return torch.randint(size, (batch_size,), generator=generator, device=device), {}
@@ -271,14 +271,14 @@ class ReplayOptimizationSampler(LockedSampler):
             self._policy = self._optimizer = None
             self._returns.clear()
             for name in _TENSORS:
-                setattr(self, name, state[name])
+                setattr(self, name, state[name].cpu())
             self._size, self._count, self._chosen = len(self._kept), state["count"], state["chosen"]
             self._returns.extend(state["returns"])
             if "policy" in state:
                 policy, optimizer = self._ready(seed=0)  # the loaded state replaces all parameters
                 policy.load_state_dict(state["policy"])
                 optimizer.load_state_dict(state["optimizer"])
-                self._generator.set_state(state["generator"])
+                self._generator.set_state(state["generator"].cpu())
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

@@ -13,6 +13,7 @@ from torchrl.envs.transforms import Transform
 
 from nmer_torchrl import _compat
 from nmer_torchrl.keys import as_keys, get_continuous, get_entry
+from nmer_torchrl.storages import PairStorage
 from nmer_torchrl.transforms.n_step import TimeOrder, check_time_order
 
 _WRITTEN = ("index", "td_error")  # entries that a buffer or a loss adds to sampled rows
@@ -42,8 +43,8 @@ class RowSchema:
         self._dtypes: dict[NestedKey, torch.dtype] = {}
         self._needed: list[NestedKey] = []  # all entries seen so far
         self._dims = 0  # batch dimensions of the first rows
-        # Shapes and dtypes of rows that passed before.
-        self._last: tuple[dict[NestedKey, torch.Size], dict[NestedKey, torch.dtype]] | None = None
+        # Shapes, dtypes and device of rows that passed before.
+        self._last: tuple[Any, ...] | None = None
         self._revision: int | None = None  # the storage's revision before the first write
         self._order = TimeOrder()
 
@@ -70,7 +71,7 @@ class RowSchema:
         shapes = {key: entry.shape[rows.ndim :] for key, entry in entries.items()}
         dtypes = {key: entry.dtype for key, entry in entries.items()}
         dims = max(rows.ndim, 1)
-        if (shapes, dtypes) == self._last and dims <= self._dims:
+        if (shapes, dtypes, rows.device) == self._last and dims <= self._dims:
             return
         self._consult_storage(transform)
         if 0 < self._dims < dims:
@@ -93,12 +94,13 @@ class RowSchema:
         for key in self._needed:
             get_entry(rows, key)
         _check_writer()
+        _check_device(rows)
         self.looked = self.looked or look(rows)
         new = [key for key in entries if key not in _WRITTEN and key not in self._needed]
         self._needed = [*self._needed, *new]  # without it, an old row's value would stay
         self._shapes, self._dtypes = self._shapes | shapes, self._dtypes | dtypes
         self._dims = self._dims or dims
-        self._last = shapes, dtypes
+        self._last = shapes, dtypes, rows.device
 
     def _consult_storage(self, transform: Transform) -> None:
         """Reads the layout of a row from the storage of the buffer that writes.
@@ -148,3 +150,20 @@ def _check_writer() -> None:
             "rows, build the buffer with make_replay_buffer(..., storage=storage) once they are "
             "stored."
         )
+
+
+def _check_device(rows: TensorDictBase) -> None:
+    """Raises an error if TorchRL would count rows on a device that it cannot store on the CPU.
+
+    It makes their positions on their device, which indexes no CPU tensor.
+    """
+    buffer = _compat.buffer_at_work("extend")
+    if buffer is None or rows.device is None or rows.device.type == "cpu":
+        return
+    storage = buffer.storage
+    if isinstance(storage, PairStorage) or getattr(storage, "device", None) != torch.device("cpu"):
+        return
+    raise ValueError(
+        f"The rows are on {rows.device}, but the storage is on the CPU; extend the buffer with "
+        "`data.cpu()`, or use a PairStorage, which copies them."
+    )

@@ -118,9 +118,10 @@ class Captured:
     def __call__(self, block: Batch, noise: Tensor, *constants: Hashable) -> Results:
         """Runs the update."""
         key = (len(noise), *constants)
-        if key not in self.graphs:
-            self.graphs[key] = _Graph(lambda block, noise: self.update(block, noise, *constants))
-        return self.graphs[key](block, noise)
+        with torch.cuda.device(noise.device):  # streams and graphs are those of the current device
+            if key not in self.graphs:
+                self.graphs[key] = _Graph(lambda b, n: self.update(b, n, *constants))
+            return self.graphs[key](block, noise)
 
 
 class _Graph:
@@ -129,6 +130,7 @@ class _Graph:
     def __init__(self, update: Callable[[Batch, Tensor], Results]) -> None:
         self.update = update
         self.calls = 0
+        self.aside = torch.cuda.Stream()
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, block: Batch, noise: Tensor) -> Results:
@@ -147,7 +149,7 @@ class _Graph:
 
     def _run_aside(self, block: Batch, noise: Tensor) -> Results:
         """Runs the update on another stream, as required before a capture."""
-        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        here, aside = torch.cuda.current_stream(), self.aside
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
             results = self.update(block, noise)

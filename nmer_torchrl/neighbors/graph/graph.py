@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmer_torchrl.functional import as_rows, fingerprint
+from nmer_torchrl.functional import as_rows, fingerprint, to_device
 from nmer_torchrl.neighbors.base import PointTable, Search
 from nmer_torchrl.neighbors.exact import nearest, refine
 from nmer_torchrl.neighbors.graph.lists import Lists
@@ -114,7 +114,7 @@ class NeighborGraph(Search):
         """
         self._complete = False
         rows = as_rows(index, self._waits.device)
-        index = index.to(self._waits.device, non_blocking=True)
+        index = to_device(index, self._waits.device)
         waiting = stale = False
         if not isinstance(rows, slice) or rows.start < size:
             waiting = bool(self._waits[rows].any())
@@ -441,7 +441,7 @@ class NeighborGraph(Search):
         self._lists.load_state_dict(state["lists"])
         for name in _STATE:
             setattr(self, name, state[name])
-        self._counts = dict(self._counts)
+        self._counts, self._ordered_under = dict(self._counts), self._ordered_under.cpu()
         self._waits.zero_()[: len(then)] = state["waits"]
         self._arrivals = [state["arrivals"].to(now.device)] if len(state["arrivals"]) else []
         self._sample = self._last = self._limits = None

@@ -247,6 +247,7 @@ class ScaledPoints:
         for name in _STATE:
             setattr(self, name, copy(state[name]))
         device = self.table.points.device
+        self.scale, self.varies = self.scale.cpu(), self.varies.cpu()
         self.factors, self.center = self.factors.to(device), self.center.to(device)
         self.norms.fill_(torch.inf)[: len(state["norms"])] = state["norms"]
 
