@@ -155,15 +155,16 @@ def on_the_paper():
     yield "The paper lists it at 20, and once at 5."
     yield "- **1**: There is no evidence for NMER with TD3 and SAC."
     yield "| you can afford only one update per frame | `uniform` | – | 1 | none |"
-    rows = pd.read_csv(RESULTS / "crossq" / "paired.csv").set_index("env")
-    assert set(rows.verdict) == {"not shown"}
-    assert set(rows.seeds) == {4}
-    assert (rows.score < 0).all()
+    added = pd.read_csv(RESULTS / "crossq" / "paired.csv").set_index("env")
+    assert set(added.verdict) == {"not shown"}
+    assert set(added.seeds) == {4}
+    assert (added.score < 0).all()
     gaps = [
-        "{:+.0f} [{:+.0f}, {:+.0f}]".format(*rows.loc[env, ["score", "score_low", "score_high"]])
+        "{:+.0f} [{:+.0f}, {:+.0f}]".format(*added.loc[env, ["score", "score_low", "score_high"]])
         for env in ("HalfCheetah", "Walker2d")
     ]
-    yield "With CrossQ, four seeds show no difference: NMER's score minus the score of uniform replay"
+    words = "With CrossQ, four seeds show no difference: NMER's score minus the score of uniform"
+    yield f"{words} replay"
     yield "is {} on HalfCheetah and {} on Walker2d. The means are lower with NMER.".format(*gaps)
     nmer, ct, uniform = (ablation("HalfCheetah", replay, 20) for replay in ("NMER", "CT", "U"))
     yield (
