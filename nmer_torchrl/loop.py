@@ -104,8 +104,8 @@ def _check_single(buffer: TensorDictReplayBuffer, member: Any, name: str) -> Non
     """Raises an error if a call for one member was made for a whole ensemble."""
     if member is not buffer:
         raise TypeError(
-            f"{name} cannot tell which member of the ensemble it is for; call it for the member "
-            "whose rows it concerns."
+            f"{name} got an ensemble, but it concerns the sampler of one buffer. Call it for each "
+            "member with that member's rows."
         )
 
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 from torchrl.data import LazyTensorStorage
 
@@ -55,7 +55,7 @@ class PairStorage(LazyTensorStorage):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores saved rows and moves them to the storage's device."""
-        room = _find_room(state_dict["_storage"])
+        room = _find_room(state_dict["_storage"]) if self.ndim == 1 else None
         if room not in (None, self.max_size):
             raise ValueError(
                 f"The saved storage has room for {room} rows, but this one for {self.max_size}; "
@@ -82,14 +82,16 @@ class PairStorage(LazyTensorStorage):
                 if device.type != "cpu":
                     # One copy to the CPU, so that TorchRL and the samplers do not each wait for it.
                     self.written = cursor, there
-                if len(there) > self.max_size:  # on a device, repeated positions mix the rows
+                sliced = isinstance(data, Tensor) or is_tensor_collection(data)
+                if len(there) > self.max_size and sliced:
+                    # On a device, the order of writes to a repeated position is not defined.
                     there, data = there[-self.max_size :], data[-self.max_size :]
                 rows = there if device.type == "cpu" else as_rows(there, device)
             super().set(rows, data, set_cursor=set_cursor)
 
 
 def _find_room(state: Any) -> int | None:
-    """Returns the number of rows in a saved storage; None if none were stored."""
+    """Returns the capacity of a saved storage; None if it has no rows."""
     for value in state.values() if isinstance(state, dict) else ():
         if isinstance(value, Tensor) and value.ndim:
             return len(value)

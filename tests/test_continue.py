@@ -49,7 +49,7 @@ def test_arguments_of_the_task_that_are_new_are_refused(tmp_path):
 def test_a_directory_belongs_to_one_run_at_a_time(tmp_path):
     train_and_kill("td3", tmp_path / "run")
     lock = DirectoryLock(tmp_path / "run")
-    with pytest.raises(UsageError, match=r"Another process is running in .*run; wait"):
+    with pytest.raises(UsageError, match=r"Another run uses .*run; wait"):
         train("td3", tmp_path / "run", "resume=auto")
     assert DirectoryLock.is_held(tmp_path / "run")
     lock.release()

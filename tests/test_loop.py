@@ -74,7 +74,7 @@ def test_an_ensemble_is_told_of_rows_and_refuses_what_concerns_one_member():
     assert not loop.learns(other)
     loop.synchronize(ensemble)
     assert list(learned[0].sampler.unit.rows.changes(learned[0].storage)) == []
-    with pytest.raises(TypeError, match="call it for the member"):
+    with pytest.raises(TypeError, match="Call it for each member"):
         loop.report_errors(ensemble, ensemble.sample(), torch.ones(2, 8))
     loop.report_errors(other, other.sample(), torch.ones(2, 8))
     loop.finish_episode(other, 1.0)
@@ -82,7 +82,7 @@ def test_an_ensemble_is_told_of_rows_and_refuses_what_concerns_one_member():
     for member in ero:
         member.extend(make_transitions(N))
     returns = ReplayBufferEnsemble(*ero, num_buffer_sampled=2, batch_size=16)
-    with pytest.raises(TypeError, match="call it for the member"):
+    with pytest.raises(TypeError, match="Call it for each member"):
         loop.finish_episode(returns, 1.0)
 
 

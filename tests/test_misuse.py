@@ -547,9 +547,24 @@ def test_a_pairing_serves_one_buffer_only():
     for buffer in (first, second):
         buffer.extend(make_transitions(N))
     first.sample()
-    with pytest.raises(RuntimeError, match="NeighborPairs already serves another buffer"):
+    with pytest.raises(RuntimeError, match="NeighborPairs follows the storage of another buffer"):
         second.sample()
     first.sample()
+
+
+def test_a_pairing_serves_another_buffer_once_the_first_is_gone():
+    unit = NeighborPairs(k=2)
+    for clear in (False, True):
+        buffer = compose(RandomSampler(), PairMixup(), sample_unit=unit)
+        buffer.extend(make_transitions(N))
+        buffer.sample()
+        kept = buffer
+        del buffer
+        if clear:
+            unit.clear()
+        else:
+            del kept
+    compose(RandomSampler(), PairMixup(), sample_unit=unit).extend(make_transitions(N))
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def test_rows_held_back_are_not_joined_to_those_after_empty(kind):
     buffer = plain(kind)
     buffer.extend(rows)
     buffer.empty()
-    with pytest.raises(ValueError, match=r"was emptied.*build a new buffer"):
+    with pytest.raises(ValueError, match=r"was emptied.*Create a new buffer"):
         buffer.extend(rows)
     assert len(buffer) == 0
 
@@ -263,12 +263,25 @@ def test_rows_held_back_do_not_survive_another_state(kind):
     assert (new == other.storage[:].exclude("index")).all()
 
 
+def test_a_fold_serves_another_buffer_of_n_step_rows():
+    rows, fold = make_streams(1, 20)[0], PairMixup(0.75)
+    for _ in range(2):
+        buffer = TensorDictReplayBuffer(
+            storage=PairStorage(100),
+            sampler=NeighborPairSampler(k=5),
+            transform=Compose(fold, n_step()),
+            batch_size=16,
+        )
+        buffer.extend(rows)
+        assert len(buffer) > 0
+
+
 def test_n_step_rows_are_not_assigned():
     rows = make_streams(1, 20)[0]
     buffer = plain()
     buffer.extend(rows)
     before = buffer.storage[:].clone()
-    with pytest.raises(ValueError, match="with `extend` only"):
+    with pytest.raises(ValueError, match="Use `extend`"):
         buffer[:2] = rows[:2]
     assert (buffer.storage[:] == before).all()
 

@@ -308,7 +308,7 @@ WRONG = {
     "empty": ({name: array[:0] for name, array in LOG.items()}, "no rows; give at least one"),
     "masked": (
         {"rewards": np.ma.masked_equal(LOG["rewards"], LOG["rewards"][3])},
-        "'rewards' has masked entries.*filled",
+        "'rewards' has masked entries, which are not supported.*filled",
     ),
     "all NaN": ({"rewards": np.full(60, np.nan)}, r"None of the 60 rows .* in rewards \(60\)"),
 }

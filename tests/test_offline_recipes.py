@@ -2,8 +2,10 @@
 
 import importlib
 import math
+import os
 import re
 import shutil
+import signal
 
 import gymnasium
 import numpy as np
@@ -154,23 +156,45 @@ def test_an_interrupted_build_of_lists_goes_on_from_those_it_has(log, tmp_path, 
     shutil.rmtree(tmp_path / "cache")
     query, asked = neighbor.NearPairing.neighbors, []
 
-    def stop_at_the_third(self, storage, index, k=None):
-        if len(asked) == 2:
-            raise KeyboardInterrupt
+    def interrupt_in_the_second(self, storage, index, k=None):
         asked.append(index)
+        if len(asked) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
         return query(self, storage, index, k)
 
-    monkeypatch.setattr(neighbor.NearPairing, "neighbors", stop_at_the_third)
-    with pytest.raises(config.UsageError, match="the same command continues from them"):
+    monkeypatch.setattr(neighbor.NearPairing, "neighbors", interrupt_in_the_second)
+    with pytest.raises(KeyboardInterrupt):
         learn("iql", tmp_path / "run", log, "replay=nmer")
     monkeypatch.setattr(neighbor.NearPairing, "neighbors", query)
     assert not (tmp_path / "run").exists()
+    assert len(asked) == 2  # the block was completed, and the third not begun
     (kept,) = (tmp_path / "cache").iterdir()
     state = torch.load(kept, weights_only=True)
     assert not state["complete"]
-    assert 80 <= state["sampler"]["lists"]["listed"].sum() < 120 + 80
+    listed = state["sampler"]["lists"]["listed"]
+    assert listed[:80].all()
+    built = state["sampler"]["_counts"]["built"]
     assert learn("iql", tmp_path / "run", log, "replay=nmer") == whole
-    assert torch.load(kept, weights_only=True)["complete"]
+    state = torch.load(kept, weights_only=True)
+    assert state["complete"]
+    assert state["sampler"]["_counts"]["built"] - built <= 40 + 8  # and a list of a waiting row
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_second_ctrl_c_stops_a_build_at_once_and_keeps_nothing(times, log, tmp_path, monkeypatch):
+    query = neighbor.NearPairing.neighbors
+
+    def interrupt(self, storage, index, k=None):
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+        return query(self, storage, index, k)
+
+    monkeypatch.setattr(neighbor.NearPairing, "neighbors", interrupt)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        learn("iql", tmp_path / "run", log, "replay=nmer")
+    assert signal.getsignal(signal.SIGINT) is before
+    assert (tmp_path / "cache").exists() == (times == 1)
 
 
 def test_transitions_that_were_saved_are_data(log, tmp_path):
@@ -204,6 +228,17 @@ def test_a_run_does_not_go_on_with_other_data(change, log, tmp_path):
             "total_updates=72",
             f"resume={tmp_path / 'run'}",
         )
+
+
+def test_a_run_with_data_in_its_buffer_does_not_go_on_with_fewer_rows(log, tmp_path):
+    source = tmp_path / "log.npz"
+    shutil.copy(log, source)
+    options = [*SHARED, f"data.source={source}", "data.across=true"]
+    train_and_kill("sac", tmp_path / "run", *options)
+    arrays = {name: array[:-9] for name, array in np.load(source).items()}
+    np.savez(source, **arrays)
+    with pytest.raises(config.UsageError, match=r"would now have room for .*data has changed"):
+        train("sac", tmp_path / "run", *options, "resume=auto")
 
 
 def test_rows_of_a_run_are_data_for_another(tmp_path):

@@ -188,6 +188,16 @@ def test_a_state_is_not_changed_by_what_goes_on_from_it():
     assert first.sampler.kept(first.storage) == 200
 
 
+def test_a_state_from_before_choices_were_noted_is_restored():
+    buffer, again = make_buffer(), make_buffer(0)
+    buffer.sampler.finish_episode(1.0, buffer.storage)
+    state = buffer.state_dict()
+    del state["_sampler"]["_judged"]
+    again.load_state_dict(state)
+    assert torch.equal(again.sample()["x"], buffer.sample()["x"])
+    again.sampler.finish_episode(2.0, again.storage)
+
+
 def test_a_copy_goes_on_by_itself():
     buffer = make_buffer()
     for value in (1.0, 3.0):

@@ -121,6 +121,24 @@ def test_unusual_single_rows_are_written_as_by_torchrl(change):
     assert (first == second).all() if isinstance(first, TensorDict) else first is second
 
 
+def test_a_storage_of_two_dimensions_loads_its_state():
+    rows = TensorDict(x=torch.arange(20.0).view(4, 5), batch_size=[4, 5])
+    storage, other = (PairStorage(100, ndim=2) for _ in range(2))
+    storage.set(torch.arange(4), rows)
+    other.load_state_dict(storage.state_dict())
+    assert torch.equal(other.get(slice(None))["x"], rows["x"])
+
+
+def test_a_tuple_of_more_rows_than_there_is_room_for_is_stored_as_by_torchrl():
+    values = (torch.arange(7), torch.arange(7.0))
+    cursor = torch.arange(7) % 3
+    storages = PairStorage(3), LazyTensorStorage(3)
+    for storage in storages:
+        storage.set(cursor, values)
+    for ours, theirs in zip(*(storage.get(slice(None)) for storage in storages), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_positions_that_were_never_written_are_refused_as_by_torchrl():
     for storage in both(make_transitions(20)):  # of 50
         with pytest.raises(IndexError):

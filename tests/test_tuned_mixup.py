@@ -128,3 +128,13 @@ def test_a_state_is_not_changed_by_what_goes_on_from_it():
 def test_bad_values_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         make_fold(**options)
+
+
+def test_a_state_with_other_hidden_layers_is_restored():
+    fold, other = (TunedMixup(hidden=hidden, **OPTIONS) for hidden in ((32, 32), (16, 16, 16)))
+    batch = make_pairs(40, seed=1)
+    fold(batch.clone())
+    other.set_extra_state(fold.get_extra_state())
+    other(batch.clone())
+    widths = [layer.out_features for layer in other._learner.layers[::2]]
+    assert widths == [32, 32, 1]

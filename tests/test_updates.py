@@ -314,7 +314,7 @@ def test_a_recorded_update_gives_the_numbers_of_the_loop(algorithm, monkeypatch)
         def wait_stream(self, _):
             pass
 
-    states, recordings = {}, []
+    states, recordings, devices = {}, [], []
     for recorded in (True, False):
         turns = ["policy_delay=3"] if algorithm == "redq" else []
         agent, cfg, recipe = make_agent(algorithm, "grad_clip=1", "actor_l2=0.1", *turns)
@@ -333,7 +333,7 @@ def test_a_recorded_update_gives_the_numbers_of_the_loop(algorithm, monkeypatch)
             "Stream": Stream,
             "current_stream": Stream,
             "stream": lambda _: contextlib.nullcontext(),
-            "device": lambda _: contextlib.nullcontext(),
+            "device": lambda place: devices.append(place) or contextlib.nullcontext(),
         }.items():
             monkeypatch.setattr(torch.cuda, name, fake)
         results, done = [], 0
@@ -343,6 +343,7 @@ def test_a_recorded_update_gives_the_numbers_of_the_loop(algorithm, monkeypatch)
             done += 3
         states[recorded] = (results, kept)
         monkeypatch.undo()
+    assert set(devices) == {torch.device("cpu")}  # the agent's, not the current one
     assert sum(recording.replays for recording in recordings) == (6 if algorithm == "td3" else 9)
     torch.testing.assert_close(states[True], states[False])
 

@@ -166,8 +166,8 @@ def _check(arrays: dict[str, Any], copy: bool, notes: list[str]) -> _Log:
 def _array(name: str, values: Any) -> NDArray[Any]:
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
         raise ValueError(
-            f"{name!r} has masked entries, whose values would be used; mark them by NaN, as in "
-            "array.astype('float32').filled(numpy.nan), so that their rows are left out."
+            f"{name!r} has masked entries, which are not supported. Remove these rows, or, for "
+            "numbers but not flags, use array.astype('float32').filled(numpy.nan)."
         )
     try:
         return np.asarray(values)

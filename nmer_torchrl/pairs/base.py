@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from abc import abstractmethod
 from typing import Any
@@ -111,13 +112,19 @@ class Pairing(SampleUnit):
     def follow(self, storage: Storage) -> None:
         """Reads all rows that have changed in the storage, and subscribes to its writes."""
         with self.lock:
-            if self.rows.storage is not None and self.rows.follows_another(storage):
+            if self._serves_another(storage):
+                gc.collect()  # a deleted buffer may be part of a cycle
+            if self._serves_another(storage):
                 raise RuntimeError(
-                    f"This {type(self).__name__} already serves another buffer, whose writes it "
-                    "could not tell from this one's; give each buffer its own."
+                    f"This {type(self).__name__} follows the storage of another buffer, and can "
+                    "follow only one. Create one for each buffer, or call `clear()` if the other "
+                    "is no longer used."
                 )
             storage.attach(self)  # attaching again has no effect
             self.synchronize(storage)
+
+    def _serves_another(self, storage: Storage) -> bool:
+        return self.rows.storage is not None and self.rows.follows_another(storage)
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
         """Records that these positions have been written."""

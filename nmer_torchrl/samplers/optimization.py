@@ -270,6 +270,7 @@ class ReplayOptimizationSampler(LockedSampler):
             self._forget()
             self._policy = self._optimizer = None
             self._returns.clear()
+            state.setdefault("_judged", torch.zeros_like(state["_kept"]))  # of earlier versions
             for name in _TENSORS:
                 setattr(self, name, state[name].cpu())
             self._size, self._count, self._chosen = len(self._kept), state["count"], state["chosen"]

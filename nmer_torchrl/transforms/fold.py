@@ -100,7 +100,7 @@ class Fold(Transform, ABC):
             return tensordict
         if not self._drawn:
             self._drawn = check_paired(self, tensordict, takes)
-        if not self.schema.looked:  # the rows that were stored did not show what they hold
+        if not self.schema.looked:  # the rows seen so far did not show what they hold
             self.schema.looked = self.look(tensordict)
         return self.fold(tensordict)
 
@@ -114,7 +114,7 @@ class Fold(Transform, ABC):
             with self._lock:
                 for gate in self.gates:
                     mixed = gate(rows, self.generator)
-                    if mixed.shape != kept.shape:
+                    if mixed.shape != kept.shape and mixed.shape not in ((), (1,)):
                         raise ValueError(
                             f"The gate {gate!r} returned booleans of shape {tuple(mixed.shape)} "
                             f"for {tuple(kept.shape)} anchors; return one for each anchor."

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, final
+import weakref
+from typing import Any, NamedTuple, final
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -88,9 +89,16 @@ class TimeOrder:
         self._n = 0  # the n of their n-step returns
         # The storage's revision when it was first seen empty; -1 if it has held rows since then.
         self._empty_at: int | None = None
+        self._storage: weakref.ref[Storage] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_storage": None}
 
     def finds_emptied(self, storage: Storage) -> bool:
         """Returns whether the storage is empty but has held rows; call it before each write."""
+        if self._storage is None or self._storage() is not storage:
+            self.forget()
+            self._storage = weakref.ref(storage)
         now = _compat.revision(storage)
         emptied = not len(storage) and self._empty_at not in (None, now)
         self._empty_at = -1 if len(storage) else now if self._empty_at is None else self._empty_at
@@ -170,15 +178,15 @@ def check_time_order(transform: Transform, order: TimeOrder, rows: TensorDictBas
         return
     if _compat.buffer_at_work("__setitem__") is not None:
         raise ValueError(
-            "`buffer[i] = rows` would store rows that MultiStepTransform held back, not these; "
-            "write n-step rows with `extend` only."
+            "`buffer[i] = rows` is not supported with MultiStepTransform, which would write "
+            "earlier rows. Use `extend`."
         )
     buffer = _compat.buffer_at_work("extend")
     if buffer is not None and order.finds_emptied(buffer.storage):
         if _is_n_step(rows):
             raise ValueError(
-                "The buffer was emptied, but MultiStepTransform still held its last rows and has "
-                "joined them to these; build a new buffer instead of calling `empty`."
+                "The buffer was emptied, but MultiStepTransform still held rows from before "
+                "`empty()` and would store them with these. Create a new buffer."
             )
         forget_steps(transform)  # in time, since MultiStepTransform gets these rows after this one
         order.forget()

@@ -16,8 +16,8 @@ class RowCheck(Augmentation):
     TorchRL advances its cursor and length before it writes. If a write then fails because an entry
     has another shape or dtype, rows that were never written remain. A missing entry keeps its old
     value, and an entry of width 1 is repeated. The expected layout is read from the storage, or
-    from the first rows if it is empty. Later rows may have more entries. Batches pass through
-    unchanged.
+    from the first rows if it is empty. Later rows may have more entries, which the rows after them
+    need as well. Batches pass through unchanged.
 
     Examples:
         >>> import torch

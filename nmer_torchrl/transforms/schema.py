@@ -16,7 +16,8 @@ from nmer_torchrl.keys import as_keys, get_continuous, get_entry
 from nmer_torchrl.storages import PairStorage
 from nmer_torchrl.transforms.n_step import TimeOrder, check_time_order
 
-_WRITTEN = ("index", "td_error")  # entries that a buffer or a loss adds to sampled rows
+# Entries that a buffer, a transform or a loss adds to sampled rows.
+_WRITTEN = ("index", "td_error", "priority_weight", "mixup_weight", "state_weight")
 _LAYOUT = ("_shapes", "_dtypes", "_needed", "_dims")  # attributes that are never changed in place
 
 
@@ -35,13 +36,13 @@ class RowSchema:
         if argument and not self.keys:
             raise ValueError(f"`{argument}` is empty; name at least one entry.")
         self.argument = argument
-        self.looked = False  # whether the first rows have been checked
+        self.looked = False  # whether a check of the first rows was conclusive
         self._forget()
 
     def _forget(self) -> None:
         self._shapes: dict[NestedKey, torch.Size] = {}  # shapes of all entries seen so far
         self._dtypes: dict[NestedKey, torch.dtype] = {}
-        self._needed: list[NestedKey] = []  # all entries seen so far
+        self._needed: list[NestedKey] = []  # entries of the first rows
         self._dims = 0  # batch dimensions of the first rows
         # Shapes, dtypes and device of rows that passed before.
         self._last: tuple[Any, ...] | None = None
@@ -91,13 +92,12 @@ class RowSchema:
                     f"The entry {key!r} is {dtypes[key]}, but in the rows stored before it is "
                     f"{self._dtypes[key]}; convert it first."
                 )
-        for key in self._needed:
+        for key in (*self._needed, *self._gained()):
             get_entry(rows, key)
         _check_writer()
         _check_device(rows)
         self.looked = self.looked or look(rows)
-        new = [key for key in entries if key not in _WRITTEN and key not in self._needed]
-        self._needed = [*self._needed, *new]  # without it, an old row's value would stay
+        self._needed = self._needed or [key for key in entries if key not in _WRITTEN]
         self._shapes, self._dtypes = self._shapes | shapes, self._dtypes | dtypes
         self._dims = self._dims or dims
         self._last = shapes, dtypes, rows.device
@@ -123,6 +123,19 @@ class RowSchema:
         self._dtypes = {key: entry.dtype for key, entry in stored.items()}
         self._needed = [key for key in stored if key not in _WRITTEN]
         self._dims = data.ndim
+
+    def _gained(self) -> list[NestedKey]:
+        """Returns the entries that later rows have added to the storage.
+
+        A row without them would keep the values of the row that it overwrites.
+        """
+        buffer = _compat.buffer_at_work("extend", "add", "__setitem__")
+        storage = None if buffer is None else buffer.storage
+        data = _compat.entries(storage) if isinstance(storage, TensorStorage) else None
+        if data is None:
+            return []
+        known = {*self._needed, *_WRITTEN}
+        return [key for key in self._shapes if key not in known and data.get(key, None) is not None]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the layout of rows, so that a restored buffer rejects the same rows."""
@@ -155,7 +168,7 @@ def _check_writer() -> None:
 def _check_device(rows: TensorDictBase) -> None:
     """Raises an error if TorchRL would count rows on a device that it cannot store on the CPU.
 
-    It makes their positions on their device, which indexes no CPU tensor.
+    TorchRL creates positions on the rows' device, which cannot index a CPU tensor.
     """
     buffer = _compat.buffer_at_work("extend")
     if buffer is None or rows.device is None or rows.device.type == "cpu":

@@ -113,6 +113,9 @@ class TunedMixup(Fold):
             # A saved state replaces all parameters, so no seed is drawn then.
             seed = draw_seed(self.generator) if self._saved is None else 0
             widths = [inputs.shape[-1], *self.hidden, outputs.shape[-1]]
+            if self._saved is not None:  # its hidden layers may differ from this version's default
+                layers = self._saved["layers"]
+                widths[1:] = [len(bias) for name, bias in layers.items() if name.endswith("bias")]
             layers = make_mlp(widths, seed).to(inputs.device)
             self._learner = _Learner(layers, self._first, self.tolerance, self.lr)
             if self._saved is not None:

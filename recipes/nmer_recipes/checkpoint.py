@@ -90,6 +90,12 @@ def fit_capacity(buffer: ReplayBuffer, state: dict[str, Any]) -> None:
     if not saved["_storage"]:
         return
     rows = TensorDict().load_state_dict(saved["_storage"], strict=False)
+    if len(rows) > storage.max_size:
+        raise UsageError(
+            f"The run's buffer has room for {len(rows):,} rows, but would now have room for "
+            f"{storage.max_size:,}; if its data has changed, restore it, or start a new run "
+            "without `resume`."
+        )
     if len(rows) < storage.max_size:
         stored = saved["_len"]
         storage.set(torch.arange(stored), rows[:stored])  # allocates the whole storage

@@ -172,7 +172,9 @@ def run_recipe(
         except KeyboardInterrupt:
             if sweep:
                 raise
-            raise SystemExit(f"{name}.py: interrupted, without a new checkpoint") from None
+            raise SystemExit(
+                f"{name}.py: interrupted; progress since the last checkpoint is lost"
+            ) from None
         except UsageError as error:
             message = f"{name}.py: {error}"
             # A run that fails must not stop the other runs of a sweep.

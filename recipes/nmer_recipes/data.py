@@ -6,8 +6,10 @@ import hashlib
 import json
 import math
 import os
+import signal
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +92,14 @@ def load_buffer(
             return buffer
     try:
         build_lists(buffer)
-    except KeyboardInterrupt:
-        if path is None:
-            raise
-        _write_cache(path, rows, buffer, complete=False)
-        raise UsageError(
-            f"Stopped while building neighbor lists. Those built so far are in {path}, and the "
-            "same command continues from them."
-        ) from None
+    except _StoppedBetweenBlocks:
+        if path is not None and not path.exists():  # another run may have completed it
+            _write_cache(path, rows, buffer, complete=False)
+            tqdm.write(
+                f"The lists built so far are in {path}; the same command continues from them.",
+                file=sys.stderr,
+            )
+        raise
     if path is not None:
         _write_cache(path, rows, buffer, complete=True)
     return buffer
@@ -184,11 +186,33 @@ def build_lists(buffer: TensorDictReplayBuffer) -> None:
         buffer.sampler.build(buffer.storage, progress=_show_progress)
 
 
-def _show_progress(blocks: Sequence[Tensor]) -> Iterable[Tensor]:
-    """Prints what is built, which a log shows too, and a progress bar in a terminal."""
-    rows = sum(map(len, blocks))
+class _StoppedBetweenBlocks(KeyboardInterrupt):
+    """Ctrl-C was pressed while a block of lists was built, and that block is complete."""
+
+
+def _show_progress(blocks: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Prints what is built, which a log shows too, and a progress bar in a terminal.
+
+    The first Ctrl-C stops after the current block, and a second one at once.
+    """
+    rows, asked = sum(map(len, blocks)), []
+
+    def interrupt(*_: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(True)
+
     tqdm.write(f"Building the neighbor lists of {rows:,} rows.", file=sys.stderr)
-    return tqdm(blocks, desc="neighbor lists", unit="block", disable=None)
+    alone = threading.current_thread() is threading.main_thread()  # which alone gets signals
+    before = signal.signal(signal.SIGINT, interrupt) if alone else None
+    try:
+        for block in tqdm(blocks, desc="neighbor lists", unit="block", disable=None):
+            yield block
+            if asked:
+                raise _StoppedBetweenBlocks
+    finally:
+        if alone:
+            signal.signal(signal.SIGINT, before)
 
 
 def cache_file(cfg: DictConfig, env: gymnasium.Env) -> Path | None:

@@ -28,7 +28,7 @@ _ADDED = {
     "data": {"source": None},
     "env": {"count": 1, "kwargs": {}, "wrappers": None, "max_steps": None},
 }
-_OPEN = "env.kwargs."
+_TASK_ARGUMENTS = "env.kwargs."
 _DECIDED = {"target_entropy"}  # null until the run has read it from its task
 _LONGEST_GROUP = 128  # characters that W&B accepts
 _LONGEST_NAME = 200  # bytes; most file systems accept 255
@@ -276,7 +276,7 @@ def _differences(saved: dict[str, Any], cfg: DictConfig) -> dict[str, tuple[Any,
         if values[0] != values[1] and not decided and not {name, name.split(".")[0]} & FREE:
             different[name] = values
     for name in sorted(here.keys() - there.keys()):
-        if name.startswith(_OPEN):  # names that the task chooses, none of which were given then
+        if name.startswith(_TASK_ARGUMENTS):  # the task names them, and none was given then
             different[name] = "nothing", here[name]
     for kind in [name for name in different if name.endswith(".kind")]:  # the rest follows from it
         group = kind.removesuffix("kind")

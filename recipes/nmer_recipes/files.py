@@ -25,17 +25,19 @@ class DirectoryLock:
 
     def __init__(self, directory: Path) -> None:
         self._file: int | None = None
+        self._owner = os.getpid()
         try:
             self._file = _lock(directory)
         except BlockingIOError:
             raise UsageError(
-                f"Another process is running in {directory}; wait until it ends, or choose another "
-                "run_dir."
+                f"Another run uses {directory}; wait until it ends, or choose another run_dir."
             ) from None
 
     def release(self) -> None:
         """Lets other processes write."""
         if self._file is not None:
+            if self._owner == os.getpid():  # a child that was forked keeps the file open
+                _unlock(self._file)
             os.close(self._file)
         self._file = None
 
@@ -66,6 +68,12 @@ def _lock(directory: Path) -> int | None:
         os.close(file)
         return None
     return file
+
+
+def _unlock(file: int) -> None:
+    import fcntl
+
+    fcntl.flock(file, fcntl.LOCK_UN)
 
 
 @contextmanager

@@ -125,11 +125,11 @@ class Run:
         try:
             yield
         except BaseException:
-            self._lock.release()
-            if not self.resumed:
-                with suppress(OSError):  # other files in the directory are kept
+            if [path.name for path in self.directory.iterdir()] == ["config.yaml"]:
+                with suppress(OSError):
                     (self.directory / "config.yaml").unlink()
                     self.directory.rmdir()
+            self._lock.release()
             raise
 
     def __enter__(self) -> Run:
