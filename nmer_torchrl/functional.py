@@ -139,6 +139,10 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copies a tensor to a device, in the background if that is safe.
 
     A copy to the CPU in the background could be read before it has arrived.
+
+    Examples:
+        >>> to_device(torch.tensor([1, 2]), torch.device("cpu"))
+        tensor([1, 2])
     """
     return tensor.to(device, non_blocking=device.type != "cpu")
 

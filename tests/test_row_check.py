@@ -51,8 +51,10 @@ def test_rows_that_do_not_fit_leave_the_buffer_as_it_was(kind, restored):
         assert buffer.writer.state_dict() == cursor
         assert (buffer.storage[:] == before).all()
     rows = make_transitions(3, seed=6)
-    rows["more"] = torch.ones(3)  # may come later, and go again
+    rows["more"] = torch.ones(3)  # may come later, and is needed from then on
     buffer.extend(rows)
-    buffer.extend(make_transitions(3, seed=7))
+    with pytest.raises(KeyError, match="no entry 'more'"):
+        buffer.extend(make_transitions(3, seed=7))
+    buffer.extend(rows)
     assert len(buffer) == 16
     assert buffer.sample()["identity"].shape == (8,)

@@ -171,7 +171,7 @@ def _check_device(rows: TensorDictBase) -> None:
     TorchRL creates positions on the rows' device, which cannot index a CPU tensor.
     """
     buffer = _compat.buffer_at_work("extend")
-    if buffer is None or rows.device is None or rows.device.type == "cpu":
+    if buffer is None or rows.device is None or rows.device.type in ("cpu", "meta"):
         return
     storage = buffer.storage
     if isinstance(storage, PairStorage) or getattr(storage, "device", None) != torch.device("cpu"):
