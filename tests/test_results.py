@@ -512,7 +512,7 @@ def test_agents_are_shown_beside_references(tmp_path, monkeypatch):
 
 
 # Agents that NMER is added to: the part, the agent, and how many seeds it has when complete.
-ADDED = [("crossq", "CrossQ", 4)]
+ADDED = [("crossq", "CrossQ", 4), ("droq", "DroQ", 3)]
 
 
 @pytest.mark.parametrize(("part", "agent", "seeds"), ADDED)
@@ -520,7 +520,8 @@ def test_words_on_agents_that_nmer_is_added_to(part, agent, seeds):
     rows = pd.read_csv(RESULTS / part / "paired.csv").set_index("env")
     assert set(rows.seeds) == {seeds}
     says(f"All {NUMBERS[seeds]} seeds are complete.")
-    says(f"These are {NUMBERS[len(rows)]} comparisons; no correction")
+    count = f"These are {NUMBERS[len(rows)]} comparisons; no correction"
+    says("This is one comparison." if len(rows) == 1 else count)
     for task, row in rows.iterrows():
         ends = table(part, task)
         nmer, uniform = (spread(ends.loc[method]) for method in ("nmer", "uniform"))
@@ -556,6 +557,27 @@ def test_words_on_crossq():
     assert (len(low), len(high)) == (2, 6)
     says(f"no evaluation after frame 20,000 returns more than {max(low):,.0f}. In all other runs")
     says(f"the score is at least {min(high):,.0f}.")
+
+
+def test_words_on_droq():
+    (row,) = pd.read_csv(RESULTS / "droq" / "paired.csv").iloc
+    assert row.verdict == "not shown"
+    says(f"is {gap_of(row)} on HalfCheetah, at replay ratio 20 and after 20,000 frames")
+    early, most = {}, {}
+    for run in sorted((RESULTS / "droq").glob("*env=HalfCheetah*")):
+        rows = pd.read_csv(run / "metrics.csv")
+        method = re.search(r"replay=(\w+)", run.name)[1]
+        means = rows["eval/return"].rolling(11).mean()
+        early.setdefault(method, []).append(means[rows.frames == 10_000].item())
+        most.setdefault(method, []).append(rows["eval/return"][rows.frames > 10_000].max())
+    assert all(a > b for a, b in zip(early["nmer"], early["uniform"], strict=True))
+    means = [enumerate_words([f"{x:.0f}" for x in early[m]]) for m in ("nmer", "uniform")]
+    says("evaluations is {}, and with uniform replay {}.".format(*means))
+    assert min(most["nmer"][:2] + most["uniform"]) > 4_000
+    says(f"no evaluation after frame 10,000 returns more than {most['nmer'][2]:,.0f}.")
+    ends = [spread(table("droq", "HalfCheetah").loc[method]) for method in ("nmer", "uniform")]
+    words = "it scores {} with NMER and {} with uniform replay, with three seeds."
+    says(words.format(*ends), "README.md")
 
 
 def test_words_on_agents():
