@@ -580,6 +580,14 @@ def test_words_on_droq():
     says(words.format(*ends), "README.md")
 
 
+def test_words_on_sac_with_layer_normalization():
+    (row,) = pd.read_csv(RESULTS / "sac_norm" / "paired.csv").iloc
+    assert row.seeds == 1
+    ends = table("sac_norm", "HalfCheetah")["mean"]
+    says(f"It scores {ends['nmer']:.0f} with NMER and {ends['uniform']:.0f} with uniform replay.")
+    says(f"of uniform replay is {row.score:+.0f}. One seed has no interval")
+
+
 def test_words_on_agents():
     """Compares the table of the agents page, row by row."""
     found = {}
