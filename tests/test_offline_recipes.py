@@ -165,10 +165,15 @@ def test_an_interrupted_build_of_lists_goes_on_from_those_it_has(log, tmp_path, 
     monkeypatch.setattr(neighbor.NearPairing, "neighbors", interrupt_in_the_second)
     with pytest.raises(KeyboardInterrupt):
         learn("iql", tmp_path / "run", log, "replay=nmer")
-    monkeypatch.setattr(neighbor.NearPairing, "neighbors", query)
     assert not (tmp_path / "run").exists()
     assert len(asked) == 2  # the block was completed, and the third not begun
     (kept,) = (tmp_path / "cache").iterdir()
+    written = kept.stat().st_mtime_ns
+    asked.clear()
+    with pytest.raises(KeyboardInterrupt):  # once more, which replaces what there was
+        learn("iql", tmp_path / "run", log, "replay=nmer")
+    assert kept.stat().st_mtime_ns > written
+    monkeypatch.setattr(neighbor.NearPairing, "neighbors", query)
     state = torch.load(kept, weights_only=True)
     assert not state["complete"]
     listed = state["sampler"]["lists"]["listed"]

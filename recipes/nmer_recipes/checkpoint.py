@@ -62,8 +62,8 @@ class Checkpoint:
         if len(before) != len(now) or not (before == now).all():
             raise UsageError(
                 f"The data has changed since the run in {self.path.parent} began: it had "
-                f"{len(before):,} rows, and now {len(now):,} rows that are not all equal to them. "
-                "Restore the data, or start a new run without `resume`."
+                f"{len(before):,} rows, and now has {len(now):,} rows or other values. Restore it, "
+                "or start a new run without `resume`."
             )
 
 

@@ -93,7 +93,8 @@ def load_buffer(
     try:
         build_lists(buffer)
     except _StoppedBetweenBlocks:
-        if path is not None and not path.exists():  # another run may have completed it
+        # If none was there at the start, another run may have completed it since.
+        if path is not None and (kept is not None or not path.exists()):
             _write_cache(path, rows, buffer, complete=False)
             tqdm.write(
                 f"The lists built so far are in {path}; the same command continues from them.",
